@@ -1,0 +1,141 @@
+"""Configuration: one TOML file, typed, every key with its default and reason; an unknown key is refused with its path.
+
+A class is its table: `[server]` is `Server`, `[[replicas]]` a list of `Replica`. Reading happens once, at start-up.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+from typing import Annotated, Literal
+from urllib.parse import urlsplit
+
+import msgspec
+from msgspec import Meta, Struct
+
+from gateway.core.settings import POLICY_NAMES, RoutingSettings
+
+Seconds = Annotated[float, Meta(gt=0, le=86_400)]
+PolicyName = Literal[
+    "round-robin", "random", "least-requests", "least-work", "session-hash", "prefix-only", "cache-cost"
+]
+
+
+class ConfigError(Exception):
+    """The configuration cannot be used. The message is one clear line for the person who wrote it."""
+
+
+class Server(Struct, frozen=True, forbid_unknown_fields=True):
+    """`[server]`: where clients connect."""
+
+    host: str = "127.0.0.1"
+    port: Annotated[int, Meta(ge=0, le=65_535)] = 8000
+    max_body_mib: Annotated[int, Meta(ge=1, le=4_096)] = 64
+    """Larger request bodies get 413 unread. 64 MiB holds several base64 images."""
+    body_timeout_seconds: Seconds = 60.0
+    """A client that has not sent its whole request by then is cut off."""
+    keep_alive_seconds: Seconds = 75.0
+    """Idle client connections are closed after this; longer than the 60 s of common load balancers, so that they close first."""
+    drain_seconds: Seconds = 30.0
+    """After SIGTERM running requests get this long to finish."""
+    http: Literal["fast", "asgi"] = "fast"
+    """`fast`: inference requests are served straight from the connection; `asgi`: everything goes the plain ASGI way."""
+    log: Literal["json", "off"] = "json"
+    """One JSON record for each request on stdout, without prompt text."""
+
+
+class Replica(Struct, frozen=True, forbid_unknown_fields=True):
+    """`[[replicas]]`: one vLLM server."""
+
+    url: str
+    prefill_rate: Annotated[float, Meta(gt=0)] | None = None
+    """Uncached prompt tokens per second when known (a preset's measured value); learned from traffic otherwise."""
+
+
+class Discovery(Struct, frozen=True, forbid_unknown_fields=True):
+    """`[discovery]`: replicas behind a DNS name, each address one replica (a headless Kubernetes service, say)."""
+
+    dns: str | None = None
+    """URL whose host name is resolved, e.g. `http://vllm.default.svc:8000`."""
+    interval_seconds: Seconds = 5.0
+
+
+class Routing(Struct, frozen=True, forbid_unknown_fields=True):
+    """`[routing]`: who decides. Sizes of the core: see `gateway/core/settings.py` for the reasons."""
+
+    policy: PolicyName = "cache-cost"
+    index_memory_mib: Annotated[int, Meta(ge=1)] = RoutingSettings.index_memory_mib
+    default_cache_tokens: Annotated[int, Meta(ge=1_024)] = RoutingSettings.default_cache_tokens
+    default_prefill_rate: Annotated[float, Meta(gt=0)] = RoutingSettings.default_prefill_rate
+    max_in_flight: Annotated[int, Meta(ge=1)] = RoutingSettings.max_in_flight
+    max_waiting: Annotated[int, Meta(ge=0)] = RoutingSettings.max_waiting
+    max_wait_seconds: Seconds = RoutingSettings.max_wait_seconds
+
+    def settings(self) -> RoutingSettings:
+        return RoutingSettings(**msgspec.structs.asdict(self))
+
+
+class Upstream(Struct, frozen=True, forbid_unknown_fields=True):
+    """`[upstream]`: connections to replicas."""
+
+    connect_timeout_seconds: Seconds = 2.0
+    first_byte_timeout_seconds: Seconds = 600.0
+    """From the request sent to the first byte of the answer: a long prefill in a queue is silent (300 s must succeed)."""
+    idle_timeout_seconds: Seconds = 120.0
+    """Between two pieces of an answer. A stream that stalls longer is ended with an error."""
+    pool_idle_seconds: Seconds = 4.0
+    """An idle connection is not reused after this: uvicorn, hence vLLM, closes its side after 5 s."""
+
+
+class Feeds(Struct, frozen=True, forbid_unknown_fields=True):
+    """`[feeds]`: how often replicas are asked about themselves."""
+
+    probe_interval_seconds: Seconds = 1.0
+    probe_timeout_seconds: Seconds = 2.0
+    scrape_interval_seconds: Seconds = 0.5
+    scrape_timeout_seconds: Seconds = 2.0
+    scrape_max_bytes: Annotated[int, Meta(ge=65_536)] = 4 * 1024 * 1024
+    """A `/metrics` page above this is not read to its end and counts as missing."""
+
+
+class Config(Struct, frozen=True, forbid_unknown_fields=True):
+    server: Server = Server()
+    replicas: list[Replica] = []
+    discovery: Discovery = Discovery()
+    routing: Routing = Routing()
+    upstream: Upstream = Upstream()
+    feeds: Feeds = Feeds()
+
+
+def load(path: Path) -> Config:
+    """Read and check a TOML file. Raises `ConfigError` with the file and the path of the offending key."""
+    try:
+        table = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: not TOML: {error}") from error
+    try:
+        config = msgspec.convert(table, Config)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{path}: {error}") from error
+    return msgspec.structs.replace(config, replicas=[checked(replica) for replica in config.replicas])
+
+
+def checked(replica: Replica) -> Replica:
+    return msgspec.structs.replace(replica, url=replica_url(replica.url))
+
+
+def replica_url(text: str) -> str:
+    """Normalised base URL of a replica: `http://host:port`, no trailing slash. Raises `ConfigError`."""
+    try:
+        parts = urlsplit(text)
+        port = parts.port
+    except ValueError as error:
+        raise ConfigError(f"replica URL {text!r}: {error}") from error
+    if parts.scheme != "http" or not parts.hostname:
+        raise ConfigError(f"replica URL {text!r}: expected http://HOST[:PORT]")
+    if parts.path.rstrip("/") or parts.query or parts.fragment or parts.username or parts.password:
+        raise ConfigError(f"replica URL {text!r}: only http://HOST[:PORT], without path, query or user")
+    host = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
+    return f"http://{host}:{port or 80}"
