@@ -5,6 +5,7 @@ A class is its table: `[server]` is `Server`, `[[replicas]]` a list of `Replica`
 
 from __future__ import annotations
 
+import re
 import tomllib
 from pathlib import Path
 from typing import Annotated, Literal
@@ -13,12 +14,16 @@ from urllib.parse import urlsplit
 import msgspec
 from msgspec import Meta, Struct
 
-from gateway.core.settings import POLICY_NAMES, RoutingSettings
+from gateway.core.settings import RoutingSettings
 
 Seconds = Annotated[float, Meta(gt=0, le=86_400)]
+TokensPerSecond = Annotated[float, Meta(gt=0, le=1e9)]
 PolicyName = Literal[
     "round-robin", "random", "least-requests", "least-work", "session-hash", "prefix-only", "cache-cost"
 ]
+
+CORE = RoutingSettings()
+"""Defaults of the core, stated once there."""
 
 
 class ConfigError(Exception):
@@ -35,11 +40,11 @@ class Server(Struct, frozen=True, forbid_unknown_fields=True):
     body_timeout_seconds: Seconds = 60.0
     """A client that has not sent its whole request by then is cut off."""
     keep_alive_seconds: Seconds = 75.0
-    """Idle client connections are closed after this; longer than the 60 s of common load balancers, so that they close first."""
+    """Idle client connections live this long: more than the 60 s of common load balancers, which then close first."""
     drain_seconds: Seconds = 30.0
     """After SIGTERM running requests get this long to finish."""
     http: Literal["fast", "asgi"] = "fast"
-    """`fast`: inference requests are served straight from the connection; `asgi`: everything goes the plain ASGI way."""
+    """`fast` serves inference requests straight from the connection; with `asgi` they take the plain ASGI way."""
     log: Literal["json", "off"] = "json"
     """One JSON record for each request on stdout, without prompt text."""
 
@@ -48,7 +53,7 @@ class Replica(Struct, frozen=True, forbid_unknown_fields=True):
     """`[[replicas]]`: one vLLM server."""
 
     url: str
-    prefill_rate: Annotated[float, Meta(gt=0)] | None = None
+    prefill_rate: TokensPerSecond | None = None
     """Uncached prompt tokens per second when known (a preset's measured value); learned from traffic otherwise."""
 
 
@@ -64,12 +69,12 @@ class Routing(Struct, frozen=True, forbid_unknown_fields=True):
     """`[routing]`: who decides. Sizes of the core: see `gateway/core/settings.py` for the reasons."""
 
     policy: PolicyName = "cache-cost"
-    index_memory_mib: Annotated[int, Meta(ge=1)] = RoutingSettings.index_memory_mib
-    default_cache_tokens: Annotated[int, Meta(ge=1_024)] = RoutingSettings.default_cache_tokens
-    default_prefill_rate: Annotated[float, Meta(gt=0)] = RoutingSettings.default_prefill_rate
-    max_in_flight: Annotated[int, Meta(ge=1)] = RoutingSettings.max_in_flight
-    max_waiting: Annotated[int, Meta(ge=0)] = RoutingSettings.max_waiting
-    max_wait_seconds: Seconds = RoutingSettings.max_wait_seconds
+    index_memory_mib: Annotated[int, Meta(ge=1)] = CORE.index_memory_mib
+    default_cache_tokens: Annotated[int, Meta(ge=1_024)] = CORE.default_cache_tokens
+    default_prefill_rate: TokensPerSecond = CORE.default_prefill_rate
+    max_in_flight: Annotated[int, Meta(ge=1)] = CORE.max_in_flight
+    max_waiting: Annotated[int, Meta(ge=0)] = CORE.max_waiting
+    max_wait_seconds: Seconds = CORE.max_wait_seconds
 
     def settings(self) -> RoutingSettings:
         return RoutingSettings(**msgspec.structs.asdict(self))
@@ -80,7 +85,7 @@ class Upstream(Struct, frozen=True, forbid_unknown_fields=True):
 
     connect_timeout_seconds: Seconds = 2.0
     first_byte_timeout_seconds: Seconds = 600.0
-    """From the request sent to the first byte of the answer: a long prefill in a queue is silent (300 s must succeed)."""
+    """From the request sent to the first byte of the answer: a long prefill in a queue is silent for minutes."""
     idle_timeout_seconds: Seconds = 120.0
     """Between two pieces of an answer. A stream that stalls longer is ended with an error."""
     pool_idle_seconds: Seconds = 4.0
@@ -116,14 +121,42 @@ def load(path: Path) -> Config:
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: not TOML: {error}") from error
     try:
-        config = msgspec.convert(table, Config)
+        return checked(msgspec.convert(table, Config))
     except msgspec.ValidationError as error:
+        raise ConfigError(f"{path}: {explained(str(error))}") from error
+    except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from error
-    return msgspec.structs.replace(config, replicas=[checked(replica) for replica in config.replicas])
 
 
-def checked(replica: Replica) -> Replica:
-    return msgspec.structs.replace(replica, url=replica_url(replica.url))
+def checked(config: Config) -> Config:
+    """The same configuration with normalised URLs. Raises `ConfigError` for a URL that is wrong or listed twice."""
+    replicas = [msgspec.structs.replace(replica, url=replica_url(replica.url)) for replica in config.replicas]
+    seen: set[str] = set()
+    for replica in replicas:
+        if replica.url in seen:
+            raise ConfigError(f"replicas: {replica.url} is listed twice")
+        seen.add(replica.url)
+    discovery = config.discovery
+    if discovery.dns is not None:
+        discovery = msgspec.structs.replace(discovery, dns=replica_url(discovery.dns))
+    return msgspec.structs.replace(config, replicas=replicas, discovery=discovery)
+
+
+_UNKNOWN_KEY = re.compile(r"Object contains unknown field `(?P<key>[^`]*)`(?: - at `\$\.?(?P<table>.*)`)?$")
+_WRONG_VALUE = re.compile(r"(?P<problem>.*) - at `\$\.?(?P<key>.*)`$")
+
+
+def explained(message: str) -> str:
+    """msgspec's validation message with the path of the key in front, as it is written in TOML."""
+    if found := _UNKNOWN_KEY.match(message):
+        table = f"{found['table']}." if found["table"] else ""
+        return f"unknown key {table}{found['key']}"
+    if found := _WRONG_VALUE.match(message):
+        return f"{found['key']}: {found['problem'][0].lower()}{found['problem'][1:]}"
+    return message
+
+
+_HOST = re.compile(r"[A-Za-z0-9_.:%-]+")
 
 
 def replica_url(text: str) -> str:
@@ -133,9 +166,9 @@ def replica_url(text: str) -> str:
         port = parts.port
     except ValueError as error:
         raise ConfigError(f"replica URL {text!r}: {error}") from error
-    if parts.scheme != "http" or not parts.hostname:
+    if parts.scheme != "http" or not parts.hostname or not _HOST.fullmatch(parts.hostname) or port == 0:
         raise ConfigError(f"replica URL {text!r}: expected http://HOST[:PORT]")
-    if parts.path.rstrip("/") or parts.query or parts.fragment or parts.username or parts.password:
+    if parts.path.rstrip("/") or parts.query or parts.fragment or "@" in parts.netloc:
         raise ConfigError(f"replica URL {text!r}: only http://HOST[:PORT], without path, query or user")
     host = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
     return f"http://{host}:{port or 80}"

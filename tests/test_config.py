@@ -1,0 +1,152 @@
+"""A configuration is either understood completely or refused with the path of the key that is wrong."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import get_args
+
+import msgspec
+import pytest
+
+from gateway.config import Config, ConfigError, PolicyName, Server, load, replica_url
+from gateway.core.settings import POLICY_NAMES, RoutingSettings
+
+
+@pytest.fixture
+def write(tmp_path: Path):
+    def write_file(text: str) -> Path:
+        path = tmp_path / "warmlane.toml"
+        path.write_text(text, encoding="utf-8")
+        return path
+
+    return write_file
+
+
+def refusal(path: Path) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load(path)
+    message = str(caught.value)
+    assert message.startswith(f"{path}: ")
+    assert "\n" not in message
+    return message.removeprefix(f"{path}: ")
+
+
+def test_an_empty_file_means_the_defaults(write):
+    assert load(write("")) == Config()
+
+
+def test_a_whole_file_is_read(write):
+    config = load(
+        write(
+            """
+            [server]
+            host = "0.0.0.0"
+            port = 9000
+            keep_alive_seconds = 5          # a whole number is a fine number of seconds
+            [[replicas]]
+            url = "http://127.0.0.1:8101/"
+            prefill_rate = 39000
+            [[replicas]]
+            url = "http://gpu-7"
+            [discovery]
+            dns = "http://vllm.default.svc:8000/"
+            [routing]
+            policy = "least-work"
+            [feeds]
+            scrape_interval_seconds = 0.25
+            """
+        )
+    )
+    assert (config.server.host, config.server.port, config.server.keep_alive_seconds) == ("0.0.0.0", 9000, 5.0)
+    assert [replica.url for replica in config.replicas] == ["http://127.0.0.1:8101", "http://gpu-7:80"]
+    assert config.replicas[0].prefill_rate == 39_000.0
+    assert config.discovery.dns == "http://vllm.default.svc:8000"
+    assert config.routing.settings().policy == "least-work"
+    assert config.feeds.scrape_interval_seconds == 0.25
+
+
+def test_routing_defaults_are_those_of_the_core():
+    assert Config().routing.settings() == RoutingSettings()
+
+
+def test_every_policy_of_the_core_can_be_configured():
+    assert get_args(PolicyName) == POLICY_NAMES
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("prot = 1", "unknown key prot"),
+        ("[server]\nprot = 1", "unknown key server.prot"),
+        ('[[replicas]]\nurl = "http://a"\n[[replicas]]\nulr = "http://b"', "unknown key replicas[1].ulr"),
+        ("[[replicas]]\nprefill_rate = 1", "replicas[0]: object missing required field `url`"),
+        ('[server]\nport = "8000"', "server.port: expected `int`, got `str`"),
+        ("[server]\nport = 65536", "server.port: expected `int` <= 65535"),
+        ("[routing]\nmax_wait_seconds = nan", "routing.max_wait_seconds: expected `float` > 0.0"),
+        ("[routing]\ndefault_prefill_rate = inf", "routing.default_prefill_rate: expected `float` <= 1000000000.0"),
+        ('[routing]\npolicy = "fastest"', "routing.policy: invalid enum value 'fastest'"),
+        ('[[replicas]]\nurl = "http://a"\n[[replicas]]\nurl = "http://A:80/"', "replicas: http://a:80 is listed twice"),
+        ('[discovery]\ndns = "vllm:8000"', "replica URL 'vllm:8000': expected http://HOST[:PORT]"),
+    ],
+)
+def test_a_wrong_key_or_value_is_named_with_its_path(write, text, message):
+    assert refusal(write(text)) == message
+
+
+def test_a_file_that_is_not_toml_names_the_line(write):
+    assert refusal(write("[server\n")).startswith("not TOML: ")
+
+
+def test_bytes_that_are_not_text_are_refused(tmp_path):
+    path = tmp_path / "warmlane.toml"
+    path.write_bytes(b'host = "\xff"')
+    assert refusal(path).startswith("not TOML: ")
+
+
+def test_a_missing_file_is_named(tmp_path):
+    assert refusal(tmp_path / "absent.toml") == "No such file or directory"
+
+
+@pytest.mark.parametrize(
+    ("text", "url"),
+    [
+        ("http://127.0.0.1:8101", "http://127.0.0.1:8101"),
+        ("http://127.0.0.1:8101/", "http://127.0.0.1:8101"),
+        ("HTTP://Gpu-7.Example", "http://gpu-7.example:80"),
+        ("http://[::1]:8000", "http://[::1]:8000"),
+    ],
+)
+def test_a_replica_url_is_normalised(text, url):
+    assert replica_url(text) == url
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "127.0.0.1:8000",
+        "https://a:8000",
+        "file:///etc/passwd",
+        "http://",
+        "http://a:0",
+        "http://a:99999",
+        "http://a:b",
+        "http://[::1",
+        "http://a/v1",
+        "http://a?x=1",
+        "http://a#x",
+        "http://user:pw@a",
+        "http://@a",
+        "http://a b",
+        "http://a\x00b",
+    ],
+)
+def test_a_replica_url_that_is_more_or_less_than_an_address_is_refused(text):
+    with pytest.raises(ConfigError):
+        replica_url(text)
+
+
+def test_a_configuration_cannot_be_changed_after_reading():
+    with pytest.raises(AttributeError):
+        Server().port = 1  # type: ignore[misc]
+    assert msgspec.structs.replace(Server(), port=1).port == 1
