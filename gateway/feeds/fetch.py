@@ -1,0 +1,45 @@
+"""One bounded GET to a replica: total time and size limited; no redirects, proxies, decompression or kept connection.
+
+A kept connection would go on answering for a server that its name no longer points to, so every question opens its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+import httpx
+
+
+class FetchFailed(Exception):
+    """The page could not be had. The message is one short line for people."""
+
+
+def new_client() -> httpx.AsyncClient:
+    """The client that all feeds share. Time is bounded by `fetch` as a whole, not step by step."""
+    return httpx.AsyncClient(
+        timeout=None,
+        trust_env=False,
+        follow_redirects=False,
+        limits=httpx.Limits(max_connections=None, max_keepalive_connections=0),
+        headers={"Accept-Encoding": "identity", "User-Agent": "warmlane"},
+    )
+
+
+async def fetch(client: httpx.AsyncClient, url: str, *, timeout_seconds: float, max_bytes: int) -> bytes:
+    """Body of a 200 answer. Raises `FetchFailed` for everything else: too late, too big, another status, no server."""
+    body = bytearray()
+    try:
+        async with asyncio.timeout(timeout_seconds), client.stream("GET", url) as response:
+            if response.status_code != 200:
+                raise FetchFailed(f"HTTP {response.status_code}")
+            if response.headers.get("content-encoding", "identity") != "identity":
+                raise FetchFailed("compressed although not asked for")
+            async for piece in response.aiter_raw():
+                body += piece
+                if len(body) > max_bytes:
+                    raise FetchFailed(f"more than {max_bytes} bytes")
+    except TimeoutError:
+        raise FetchFailed(f"no whole answer in {timeout_seconds:g} s") from None
+    except httpx.HTTPError as error:
+        raise FetchFailed(str(error).partition("\n")[0] or type(error).__name__) from error
+    return bytes(body)

@@ -1,0 +1,83 @@
+"""Scrape: what each replica says about its load, several times a second. One task for each replica.
+
+A scrape that fails reports nothing: the last snapshot grows old where it is kept, and the core judges it by its age.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from random import Random
+
+import httpx
+
+from gateway.core.model import Fact, LoadReported, LoadSnapshot, ReplicaId
+from gateway.feeds.fetch import FetchFailed, fetch
+from gateway.feeds.metrics_text import read_load
+from gateway.feeds.replicas import Replicas, watch_each
+
+log = logging.getLogger(__name__)
+
+JITTER = 0.1
+"""Share of the interval: scrapes of many replicas spread out instead of arriving in one burst."""
+MAX_PAUSE_SECONDS = 5.0
+"""A replica whose page fails is asked less and less often, down to this, so a hung one costs little."""
+
+
+class Scrape:
+    def __init__(
+        self,
+        replicas: Replicas,
+        observe: Callable[[Fact], None],
+        client: httpx.AsyncClient,
+        *,
+        interval_seconds: float,
+        timeout_seconds: float,
+        max_bytes: int,
+        random: Random,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+    ) -> None:
+        self._replicas = replicas
+        self._observe = observe
+        self._client = client
+        self._interval_seconds = interval_seconds
+        self._timeout_seconds = timeout_seconds
+        self._max_bytes = max_bytes
+        self._random = random
+        self._clock = clock
+        self._sleep = sleep
+
+    async def run(self) -> None:
+        await watch_each(self._replicas, self._watch)
+
+    async def _watch(self, replica: ReplicaId) -> None:
+        failures = 0
+        while True:
+            began = self._clock()
+            try:
+                snapshot = await self._load(replica, began)
+            except FetchFailed as error:
+                if failures == 0:
+                    log.warning("%s/metrics is not usable: %s", replica, error)
+                failures += 1
+            else:
+                if failures:
+                    log.info("%s/metrics is usable again", replica)
+                failures = 0
+                self._observe(LoadReported(replica, snapshot))
+            pause = self._pause_seconds(failures) * self._random.uniform(1 - JITTER, 1 + JITTER)
+            await self._sleep(max(0.0, pause - (self._clock() - began)))
+
+    def _pause_seconds(self, failures: int) -> float:
+        longest = max(self._interval_seconds, MAX_PAUSE_SECONDS)
+        return min(longest, self._interval_seconds * 2.0 ** min(failures, 16))
+
+    async def _load(self, replica: ReplicaId, began: float) -> LoadSnapshot:
+        """Dated to the question, not the answer: what was sent in between may or may not be counted."""
+        page = await fetch(
+            self._client, f"{replica}/metrics", timeout_seconds=self._timeout_seconds, max_bytes=self._max_bytes
+        )
+        return read_load(page, taken_at=began)
