@@ -1,0 +1,371 @@
+"""The command line is exact; a worker starts, tells, stops, and leaves nothing behind, whoever dies first."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from workers import presets
+from workers.launch import (
+    GATEWAY_FLAGS,
+    LaunchError,
+    assign_gpus,
+    base_url,
+    command_line,
+    find_vllm,
+    run_replica,
+)
+from workers.worker import STOP_GRACE_SECONDS, Worker, WorkerFailed
+
+FAKE_VLLM = str(Path(__file__).with_name("fake_vllm.py"))
+DEADLINE_SECONDS = 20.0
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def is_running(pid: int) -> bool:
+    """A zombie has ended, whether or not somebody has collected it."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return state not in "ZX"
+
+
+def wait_until(condition: Callable[[], object], what: str) -> None:
+    deadline = time.monotonic() + DEADLINE_SECONDS
+    while not condition():
+        assert time.monotonic() < deadline, f"waited in vain until {what}"
+        time.sleep(0.02)
+
+
+def announced(output: str) -> list[int]:
+    """Ids of the processes that the stand-in said it has."""
+    match = re.search(r"pids (\d+) (\d+)", output)
+    return [int(pid) for pid in match.groups()] if match else []
+
+
+class Replica:
+    """A worker that runs the stand-in, and what it wrote."""
+
+    def __init__(self, model: str, **environment: str) -> None:
+        self.output = io.StringIO()
+        port = free_port()
+        argv = [sys.executable, FAKE_VLLM, "serve", model, "--host", "127.0.0.1", "--port", str(port)]
+        self.worker = Worker(argv, environment, base_url("127.0.0.1", port), name="r1", output=self.output)
+
+    def pids(self) -> list[int]:
+        return announced(self.output.getvalue())
+
+    async def wait_pids(self) -> list[int]:
+        deadline = time.monotonic() + DEADLINE_SECONDS
+        while not self.pids():
+            assert time.monotonic() < deadline, "no process ids were announced"
+            await asyncio.sleep(0.02)
+        return self.pids()
+
+
+@pytest.fixture
+def foreground() -> Iterator[Callable[..., subprocess.Popen[str]]]:
+    """Start `python -m workers.launch` with the stand-in; whatever is left at the end is killed."""
+    started: list[subprocess.Popen[str]] = []
+
+    def start(model: str, *arguments: str) -> subprocess.Popen[str]:
+        command = [sys.executable, "-m", "workers.launch", "--preset", "cpu-tiny", "--vllm", FAKE_VLLM]
+        command += ["--model", model, "--port", str(free_port()), *arguments]
+        process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+        started.append(process)
+        return process
+
+    yield start
+    for process in started:
+        process.kill()
+        process.wait()
+        assert process.stderr is not None
+        process.stderr.close()
+
+
+def read_until(process: subprocess.Popen[str], text: str) -> str:
+    """Lines of stderr up to the one that has `text`; blocks in between, ends with the process."""
+    assert process.stderr is not None
+    lines = []
+    for line in process.stderr:
+        lines.append(line)
+        if text in line:
+            return "".join(lines)
+    raise AssertionError(f"no {text!r} in:\n{''.join(lines)}")
+
+
+# ---- the command line ----------------------------------------------------------------------------------------------
+
+
+def test_spec_profile_is_the_specifications_command_and_an_address() -> None:
+    preset = presets.load("gpt-oss-120b-h100-80-x2")
+    command = command_line(preset, "spec", host="0.0.0.0", port=8000)
+    assert str(command) == (
+        "vllm serve openai/gpt-oss-120b --tensor-parallel-size 2 --max-model-len 65536 --max-num-seqs 32 "
+        "--max-num-batched-tokens 8192 --host 0.0.0.0 --port 8000"
+    )
+    assert command.environment == {}
+
+
+def test_every_other_profile_has_the_flags_that_the_gateway_relies_on() -> None:
+    for name, preset in presets.load_all().items():
+        for profile in set(preset.profiles) - {"spec"}:
+            argv = command_line(preset, profile).argv
+            relied_on = {f"--{flag}" for flag in [*GATEWAY_FLAGS, "kv-events-config"]}
+            assert relied_on <= set(argv) or preset.program == "embedded", name
+
+
+def test_embedded_replica_runs_with_this_python() -> None:
+    command = command_line(presets.load("embedded"), port=9001)
+    assert command.argv[:5] == (sys.executable, "-m", "workers.sim_replica", "--model", "embedded")
+    assert command.argv[-4:] == ("--host", "127.0.0.1", "--port", "9001")
+
+
+def test_events_leave_the_machine_only_when_http_does() -> None:
+    preset = presets.load("gpt-oss-120b-h200-141-x1")
+
+    def endpoints(host: str, port: int) -> list[str]:
+        argv = command_line(preset, host=host, port=port).argv
+        events = json.loads(argv[argv.index("--kv-events-config") + 1])
+        return [events["endpoint"], events["replay_endpoint"]]
+
+    for host in ("127.0.0.1", "localhost", "::1"):
+        assert endpoints(host, 8101) == [f"ipc:///tmp/warmlane-kv-{kind}-8101" for kind in ("events", "replay")]
+    assert endpoints("0.0.0.0", 8000) == ["tcp://*:18000", "tcp://*:28000"]
+    assert endpoints("10.0.0.7", 60_000) == ["tcp://*:50000", "tcp://*:40000"]
+
+
+def test_flags_of_the_user_come_last() -> None:
+    command = command_line(presets.load("cpu-tiny"), extra=["--max-num-seqs", "2"])
+    assert command.argv[-2:] == ("--max-num-seqs", "2")
+
+
+def test_replicas_of_one_machine_get_different_gpus() -> None:
+    preset = presets.load("gpt-oss-120b-h100-80-x2")
+    assert [assign_gpus(preset, index, None) for index in (0, 1)] == [("0", "1"), ("2", "3")]
+    assert assign_gpus(preset, 1, "4,5, 6,GPU-7") == ("6", "GPU-7")
+    assert command_line(preset, gpus=("6", "GPU-7")).environment["CUDA_VISIBLE_DEVICES"] == "6,GPU-7"
+    assert assign_gpus(presets.load("cpu-tiny"), 3, "") == ()
+    with pytest.raises(LaunchError, match="lists 3 GPUs; 2 replicas of 2 need 4"):
+        assign_gpus(preset, 1, "0,1,2")
+
+
+@pytest.mark.parametrize(
+    ("host", "url"),
+    [("0.0.0.0", "http://127.0.0.1:1"), ("::1", "http://[::1]:1"), ("::", "http://[::1]:1"), ("a.b", "http://a.b:1")],
+)
+def test_base_url_is_one_that_can_be_connected_to(host: str, url: str) -> None:
+    assert base_url(host, 1) == url
+
+
+def test_dry_run_prints_environment_and_command_and_needs_no_vllm(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", "")
+    assert run_replica("cpu-tiny", port=8102, dry_run=True) == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith("VLLM_TARGET_DEVICE=cpu ")
+    assert " vllm serve .cache/tiny-model " in printed
+    assert printed.count("\n") == 1
+
+
+# ---- wrong usage: exit code 2 and one line -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("preset", "profile", "vllm", "line"),
+    [
+        ("nope", "recommended", FAKE_VLLM, "unknown preset 'nope'"),
+        ("cpu-tiny", "spec", FAKE_VLLM, "no profile 'spec'"),
+        ("cpu-tiny", "recommended", "/does/not/exist", "--vllm /does/not/exist: not an executable file"),
+        ("cpu-tiny", "recommended", None, "vLLM was not found: pip install"),
+        ("cpu-tiny", "recommended", FAKE_VLLM, "the model directory .cache/tiny-model does not exist"),
+    ],
+)
+def test_wrong_usage_is_one_line_and_exit_code_2(
+    preset: str,
+    profile: str,
+    vllm: str | None,
+    line: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    monkeypatch.chdir(tmp_path)
+    assert run_replica(preset, profile, vllm=vllm) == 2
+    stderr = capsys.readouterr().err
+    assert line in stderr
+    assert stderr.startswith("warmlane: ")
+    assert stderr.count("\n") == 1
+
+
+def test_vllm_is_found_on_the_path(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "vllm").symlink_to(FAKE_VLLM)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert find_vllm() == str(tmp_path / "vllm")
+
+
+# ---- a worker ------------------------------------------------------------------------------------------------------
+
+
+async def test_starts_waits_until_healthy_and_stops_every_process() -> None:
+    replica = Replica("ok", COLOUR="blue")
+    await replica.worker.start()
+    await replica.worker.wait_ready(DEADLINE_SECONDS)
+    pids = replica.pids()
+    assert pids[0] == replica.worker.pid
+    assert all(is_running(pid) for pid in pids)
+    assert "r1 | pids" in replica.output.getvalue()
+    assert "colour=blue" in replica.output.getvalue()
+    await replica.worker.stop()
+    assert replica.worker.exit_code == -signal.SIGTERM
+    wait_until(lambda: not any(map(is_running, pids)), "both processes are gone")
+    await replica.worker.stop()
+
+
+async def test_two_workers_start_side_by_side() -> None:
+    replicas = [Replica("ok"), Replica("ok")]
+    await asyncio.gather(*(replica.worker.start() for replica in replicas))
+    await asyncio.gather(*(replica.worker.wait_ready(DEADLINE_SECONDS) for replica in replicas))
+    await asyncio.gather(*(replica.worker.stop() for replica in replicas))
+    assert all(replica.worker.exit_code is not None for replica in replicas)
+
+
+async def test_an_end_before_ready_shows_the_last_lines() -> None:
+    replica = Replica("broken")
+    await replica.worker.start()
+    with pytest.raises(WorkerFailed, match=r"(?s)r1 .*ended with exit code 3 before it was ready.*CUDA out of memory"):
+        await replica.worker.wait_ready(DEADLINE_SECONDS)
+    await replica.worker.stop()
+
+
+async def test_not_ready_in_time_is_said_and_it_can_still_be_stopped() -> None:
+    replica = Replica("silent")
+    await replica.worker.start()
+    pids = await replica.wait_pids()
+    with pytest.raises(WorkerFailed, match="not ready after 0 s"):
+        await replica.worker.wait_ready(0.3)
+    assert is_running(pids[0])
+    await replica.worker.stop()
+    wait_until(lambda: not any(map(is_running, pids)), "both processes are gone")
+
+
+async def test_what_cannot_be_executed_is_said() -> None:
+    worker = Worker(["/does/not/exist"], {}, "http://127.0.0.1:1", name="r1")
+    with pytest.raises(WorkerFailed, match="r1: cannot run /does/not/exist: No such file"):
+        await worker.start()
+    await worker.stop()
+
+
+async def test_one_that_ignores_sigterm_is_killed_after_its_grace_time() -> None:
+    replica = Replica("stubborn")
+    await replica.worker.start()
+    await replica.worker.wait_ready(DEADLINE_SECONDS)
+    await replica.worker.stop(grace_seconds=0.2)
+    assert replica.worker.exit_code == -signal.SIGKILL
+
+
+async def test_a_cancelled_stop_kills_at_once() -> None:
+    replica = Replica("stubborn")
+    await replica.worker.start()
+    await replica.worker.wait_ready(DEADLINE_SECONDS)
+    stopping = asyncio.create_task(replica.worker.stop(grace_seconds=3_600))
+    await asyncio.sleep(0)
+    stopping.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await stopping
+    assert await replica.worker.wait() == -signal.SIGKILL
+
+
+async def test_a_leader_that_dies_takes_its_group_along() -> None:
+    replica = Replica("ok")
+    await replica.worker.start()
+    await replica.worker.wait_ready(DEADLINE_SECONDS)
+    leader, engine = replica.pids()
+    async with httpx.AsyncClient(trust_env=False) as client:
+        with pytest.raises(httpx.RemoteProtocolError):
+            await client.get(f"{replica.worker.url}/end")
+    assert await replica.worker.wait() == 4
+    wait_until(lambda: not is_running(engine), "the engine is gone too")
+    assert not is_running(leader)
+
+
+async def test_output_of_any_length_and_any_bytes_passes() -> None:
+    replica = Replica("loud")
+    await replica.worker.start()
+    await replica.worker.wait_ready(DEADLINE_SECONDS)
+    await replica.worker.stop()
+    lines = replica.output.getvalue().splitlines()
+    assert sum(line.count("x") for line in lines if set(line.removeprefix("r1 | ")) == {"x"}) == 200_000
+    assert lines[-3:] == ["r1 | bar 10%", "r1 | bar 100%", "r1 | bad � byte"]
+
+
+# ---- the foreground command ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_stops_all_and_is_success(
+    foreground: Callable[..., subprocess.Popen[str]], number: signal.Signals
+) -> None:
+    process = foreground("ok")
+    pids = announced(read_until(process, "is ready at http://127.0.0.1:"))
+    process.send_signal(number)
+    assert process.wait(DEADLINE_SECONDS) == 0
+    wait_until(lambda: not any(map(is_running, pids)), "both processes are gone")
+
+
+def test_a_second_signal_does_not_wait(foreground: Callable[..., subprocess.Popen[str]]) -> None:
+    process = foreground("stubborn")
+    pids = announced(read_until(process, "is ready at"))
+    # Two different ones: equal signals that are pending at once are delivered as one.
+    process.send_signal(signal.SIGTERM)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(STOP_GRACE_SECONDS - 1) == 0
+    wait_until(lambda: not any(map(is_running, pids)), "both processes are gone")
+
+
+def test_sigkill_of_the_parent_leaves_no_orphan(foreground: Callable[..., subprocess.Popen[str]]) -> None:
+    process = foreground("stubborn")
+    pids = announced(read_until(process, "is ready at"))
+    assert len(pids) == 2
+    assert all(map(is_running, pids))
+    os.kill(process.pid, signal.SIGKILL)
+    wait_until(lambda: not any(map(is_running, pids)), "the watchdog ended the group")
+
+
+def test_a_replica_that_ends_by_itself_is_a_failure(foreground: Callable[..., subprocess.Popen[str]]) -> None:
+    process = foreground("ok")
+    output = read_until(process, "is ready at")
+    url = output.split("is ready at ")[1].strip()
+    with pytest.raises(httpx.RemoteProtocolError):
+        httpx.get(f"{url}/end", trust_env=False)
+    assert process.wait(DEADLINE_SECONDS) == 1
+    assert process.stderr is not None
+    assert "cpu-tiny ended by itself with exit code 4" in process.stderr.read()
+
+
+def test_a_replica_that_cannot_start_is_a_failure(foreground: Callable[..., subprocess.Popen[str]]) -> None:
+    process = foreground("broken")
+    assert process.wait(DEADLINE_SECONDS) == 1
+    assert process.stderr is not None
+    assert "before it was ready" in process.stderr.read()

@@ -1,0 +1,134 @@
+"""Presets are data: the specification's rows are as it says, and a wrong file is refused with the key's path."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from workers import presets
+from workers.presets import PresetError
+
+SPECIFICATION = {
+    "h100-80-x1": "--gpu-memory-utilization 0.95 --max-model-len 32768 --max-num-seqs 16 --max-num-batched-tokens 4096",
+    "h100-80-x2": "--tensor-parallel-size 2 --max-model-len 65536 --max-num-seqs 32 --max-num-batched-tokens 8192",
+    "h100-80-x4": "--tensor-parallel-size 4 --gpu-memory-utilization 0.95 --max-model-len 131072 --max-num-seqs 64 "
+    "--max-num-batched-tokens 16384",
+    "a100-40-x2": "--tensor-parallel-size 2 --max-model-len 32768 --max-num-seqs 24 --max-num-batched-tokens 4096",
+    "a100-40-x4": "--tensor-parallel-size 4 --max-model-len 32768 --max-num-seqs 128 --max-num-batched-tokens 16384",
+    "l40s-48-x2": "--tensor-parallel-size 2 --max-model-len 32768 --max-num-seqs 16 --max-num-batched-tokens 4096",
+    "rtx6000ada-48-x2": "--tensor-parallel-size 2 --max-model-len 32768 --max-num-seqs 16 "
+    "--max-num-batched-tokens 4096",
+}
+MINIMAL = """
+title = "t"
+program = "vllm"
+model = "m"
+[profiles.recommended]
+why = "w"
+"""
+
+
+def words(preset: presets.Preset, profile: str) -> str:
+    return " ".join(f"--{name} {value}" for name, value in preset.profile(profile).flags.items())
+
+
+@pytest.mark.parametrize("row", SPECIFICATION)
+def test_spec_profile_is_the_specifications_row(row: str) -> None:
+    preset = presets.load(f"gpt-oss-120b-{row}")
+    assert preset.model == "openai/gpt-oss-120b"
+    assert words(preset, "spec") == SPECIFICATION[row]
+    assert preset.profile("spec").environment == {}
+
+
+def test_names_of_the_contract() -> None:
+    contract = {f"gpt-oss-120b-{row}" for row in SPECIFICATION} | {"gpt-oss-120b-h200-141-x1", "embedded", "cpu-tiny"}
+    assert contract <= set(presets.names())
+
+
+def test_every_preset_loads_and_recommends_something_with_a_reason() -> None:
+    for name, preset in presets.load_all().items():
+        assert preset.profile().why.strip(), name
+        assert preset.profile() is preset.profiles["recommended"], name
+
+
+def test_names_say_model_gpu_and_count() -> None:
+    for name, preset in presets.load_all().items():
+        if preset.gpu is not None:
+            model = preset.model.rsplit("/", 1)[-1]
+            assert name == f"{model}-{preset.gpu.name}-x{preset.gpu.count}"
+
+
+def test_parallel_size_uses_every_gpu_of_the_preset() -> None:
+    for name, preset in presets.load_all().items():
+        for profile in preset.profiles.values():
+            if preset.gpu is not None:
+                assert profile.flags.get("tensor-parallel-size", 1) == preset.gpu.count, name
+
+
+def test_batched_tokens_are_never_fewer_than_sequences() -> None:
+    """vLLM refuses to start otherwise."""
+    for name, preset in presets.load_all().items():
+        for profile in preset.profiles.values():
+            batched, sequences = (profile.flags.get(f"max-num-{what}") for what in ("batched-tokens", "seqs"))
+            if batched is not None:
+                assert isinstance(batched, int), name
+                assert isinstance(sequences, int), name
+                assert batched >= sequences, name
+
+
+def test_no_preset_switches_prefix_caching_off() -> None:
+    for name, preset in presets.load_all().items():
+        for profile in preset.profiles.values():
+            assert "no-enable-prefix-caching" not in profile.flags, name
+            assert profile.flags.get("enable-prefix-caching", True) is True, name
+
+
+def test_two_a100_are_corrected_because_the_specification_does_not_fit() -> None:
+    recommended = presets.load("gpt-oss-120b-a100-40-x2").profile()
+    assert recommended.flags["gpu-memory-utilization"] == 0.95
+    assert recommended.flags["max-num-batched-tokens"] == 2048
+    assert "do not start" in recommended.why
+
+
+def test_unknown_preset_is_one_line_that_lists_the_known_ones() -> None:
+    with pytest.raises(PresetError, match=r"^unknown preset 'h100'; presets: .*cpu-tiny.*$"):
+        presets.load("h100")
+
+
+@pytest.mark.parametrize("name", ["../__init__", "", "embedded.toml", "/etc/passwd"])
+def test_a_path_is_not_a_preset(name: str) -> None:
+    with pytest.raises(PresetError, match="unknown preset"):
+        presets.load(name)
+
+
+def test_unknown_profile_is_one_line_that_lists_the_known_ones() -> None:
+    with pytest.raises(PresetError, match=r"^this preset has no profile 'spec'; it has: recommended$"):
+        presets.load("embedded").profile("spec")
+
+
+@pytest.mark.parametrize(
+    ("extra", "where"),
+    [
+        ("colour = 1", "colour"),
+        ("[gpu]\nname = 'x'\ncount = 0", "$.gpu.count"),
+        ("[profiles.fastest]\nwhy = ''", "fastest"),
+        ("[profiles.latency]\nwhy = ''\nflag = 1", "`$.profiles[...]`"),
+        ("[profiles.latency]\nwhy = ''\nflags = {a = [1]}", "flags"),
+        ("title = 'again'", "not TOML"),
+    ],
+)
+def test_a_wrong_file_is_refused_with_the_path_of_the_key(extra: str, where: str) -> None:
+    text = f"{extra}\n{MINIMAL}" if "=" in extra and not extra.startswith("[") else f"{MINIMAL}\n{extra}"
+    with pytest.raises(PresetError, match=re.escape(where)) as refused:
+        presets.parse(text, "example")
+    assert str(refused.value).startswith("preset example: ")
+    assert "\n" not in str(refused.value)
+
+
+def test_a_model_directory_tells_where_it_comes_from() -> None:
+    preset = presets.load("cpu-tiny")
+    assert preset.has_local_model
+    assert preset.model_source
+    assert preset.model_name == "tiny"
+    assert presets.load("gpt-oss-120b-h100-80-x1").model_name == "openai/gpt-oss-120b"

@@ -1,0 +1,120 @@
+"""Presets: model x hardware settings of a replica, as data. One TOML file is one preset; its name is the file's name.
+
+A preset has one or more profiles. `spec` holds exactly the flags of the specification and nothing else, for comparison;
+`recommended` is what to run: it may correct them, and its `why` says what and for which reason. Unknown keys are
+refused. The flags that the gateway relies on are not repeated here: `workers.launch` adds them to every profile but
+`spec`.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from importlib import resources
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta, Struct
+
+ProfileName = Literal["spec", "recommended", "latency", "throughput"]
+DEFAULT_PROFILE: ProfileName = "recommended"
+
+FlagValue = bool | int | float | str
+"""`true` is a bare flag; anything else follows its flag as one word."""
+
+
+class PresetError(Exception):
+    """No such preset or profile, or its file cannot be used. The message is one clear line for the person who asked."""
+
+
+class Profile(Struct, frozen=True, forbid_unknown_fields=True):
+    """`[profiles.NAME]`: one way to run the preset. Flags keep the order of the file."""
+
+    why: str
+    """Where these flags come from, and the reason for each one that differs from the specification."""
+    flags: dict[str, FlagValue] = {}
+    """Flag without its dashes -> value."""
+    environment: dict[str, str] = {}
+
+
+class Gpu(Struct, frozen=True, forbid_unknown_fields=True):
+    """`[gpu]`: what one replica occupies."""
+
+    name: str
+    """As in preset names and `warmlane plan`, e.g. `h100-80`."""
+    count: Annotated[int, Meta(ge=1)]
+
+
+class Measurement(Struct, frozen=True, forbid_unknown_fields=True):
+    """`[[measured]]`: one start of this preset on real hardware; what was not measured is absent."""
+
+    hardware: str
+    vllm: str
+    """Version."""
+    flags: str
+    """Flags of that run where they differ from the profile."""
+    start_seconds: float | None = None
+    weights_gib: float | None = None
+    kv_cache_gib: float | None = None
+    kv_cache_tokens: int | None = None
+    """As vLLM reports it at start: its concurrency times `max-model-len`, not the raw capacity."""
+    prefill_tokens_per_second: float | None = None
+    decode_tokens_per_second: float | None = None
+    """One stream."""
+
+
+class Preset(Struct, frozen=True, forbid_unknown_fields=True):
+    title: str
+    program: Literal["vllm", "embedded"]
+    """`embedded` is the replica without GPU that comes with Warmlane (`workers.sim_replica`)."""
+    model: str
+    """What is loaded: a name on the model hub, or a directory when it starts with a dot or a slash."""
+    profiles: dict[ProfileName, Profile]
+    served_model_name: str | None = None
+    """Name in the API; the model's own when absent."""
+    model_source: str | None = None
+    """Where a model directory comes from, for the message when it is not there."""
+    gpu: Gpu | None = None
+    """`None`: runs on the CPU."""
+    measured: list[Measurement] = []
+
+    @property
+    def model_name(self) -> str:
+        """What clients write in `model`."""
+        return self.served_model_name or self.model
+
+    @property
+    def has_local_model(self) -> bool:
+        return self.model.startswith((".", "/"))
+
+    def profile(self, name: str = DEFAULT_PROFILE) -> Profile:
+        for known, profile in self.profiles.items():
+            if known == name:
+                return profile
+        raise PresetError(f"this preset has no profile {name!r}; it has: {', '.join(self.profiles)}")
+
+
+def names() -> list[str]:
+    """Names of all presets, sorted."""
+    files = (entry.name for entry in resources.files(__name__).iterdir())
+    return sorted(file.removesuffix(".toml") for file in files if file.endswith(".toml"))
+
+
+def load(name: str) -> Preset:
+    """The preset with this name. Raises `PresetError`."""
+    if name not in names():
+        raise PresetError(f"unknown preset {name!r}; presets: {', '.join(names())}")
+    return parse(resources.files(__name__).joinpath(f"{name}.toml").read_text(encoding="utf-8"), name)
+
+
+def load_all() -> dict[str, Preset]:
+    return {name: load(name) for name in names()}
+
+
+def parse(text: str, source: str) -> Preset:
+    """Read a preset from TOML. Raises `PresetError` with the source and the path of the offending key."""
+    try:
+        return msgspec.convert(tomllib.loads(text), Preset)
+    except tomllib.TOMLDecodeError as error:
+        raise PresetError(f"preset {source}: not TOML: {error}") from error
+    except msgspec.ValidationError as error:
+        raise PresetError(f"preset {source}: {error}") from error

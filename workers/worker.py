@@ -1,0 +1,254 @@
+"""One replica as a child process: start it, wait until it answers, stop it, and leave no orphan behind.
+
+A replica is more than one process (vLLM has an API server, an engine and a worker), so each child leads a process group
+of its own and the whole group is killed at the end, however the end came:
+
+- `stop()`: SIGTERM to the leader, which tells its own children; after the grace time SIGKILL to the group.
+- The leader ends by itself: SIGKILL to what is left of the group.
+- This process dies, even by SIGKILL: a watchdog, a few lines of shell that wait on a pipe from here, sees it close and
+  ends the group.
+
+Watchdog and replica lead sessions of their own, so that a Ctrl-C in the terminal reaches neither: the owner decides.
+
+The child's output goes on to stderr, each line after the worker's name; the last lines are kept for error messages.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import signal
+import subprocess
+import sys
+from asyncio.subprocess import Process
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import TextIO
+
+import httpx
+
+STOP_GRACE_SECONDS = 10.0
+"""From SIGTERM to SIGKILL. An idle vLLM is gone in 2.5 s; one with a request in flight waits for its client."""
+POLL_SECONDS = 0.2
+PROBE_TIMEOUT_SECONDS = 2.0
+PROGRESS_SECONDS = 10.0
+"""Between two lines that say the replica is not ready yet: large models load for minutes."""
+KEPT_LINES = 30
+LAST_OUTPUT_SECONDS = 2.0
+"""For the rest of the output after the end. It ends at once, unless a process that left the group holds the pipe."""
+READ_BYTES = 65_536
+"""A line longer than this is passed on in pieces."""
+
+WATCHDOG = """
+read -r group || exit 0
+read -r stopped && exit 0
+kill -s TERM -- "-$group" 2>/dev/null || exit 0
+tries=25
+while [ "$tries" -gt 0 ] && kill -s 0 -- "-$group" 2>/dev/null; do
+  sleep 0.2
+  tries=$((tries - 1))
+done
+kill -s KILL -- "-$group" 2>/dev/null
+"""
+"""First line of its input: the group to watch. A second line: it is gone. End of input instead: our side died."""
+
+
+class WorkerFailed(Exception):
+    """The replica could not be started, ended, or was not ready in time. The message has its last lines of output."""
+
+
+class Worker:
+    """A replica that this process owns. `url` is where it will answer; `environment` is added to our own.
+
+    `start`, `wait_ready` and `stop` are called in this order by one owner; `stop` may be called at any time and twice.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        environment: Mapping[str, str],
+        url: str,
+        *,
+        name: str = "replica",
+        output: TextIO | None = None,
+    ) -> None:
+        self.command = tuple(command)
+        self.environment = dict(environment)
+        self.url = url
+        self.name = name
+        self._output = output
+        self._process: Process | None = None
+        self._watchdog: Process | None = None
+        self._leash: int | None = None
+        self._ended: asyncio.Task[int] | None = None
+        self._last_lines: deque[str] = deque(maxlen=KEPT_LINES)
+
+    def __repr__(self) -> str:
+        return f"Worker({self.name!r}, {self.url}, pid={self.pid}, exit_code={self.exit_code})"
+
+    @property
+    def pid(self) -> int | None:
+        """Process id of the leader, which is also the id of its process group; `None` before `start`."""
+        return self._process.pid if self._process else None
+
+    @property
+    def exit_code(self) -> int | None:
+        """`None` before the end; negative: minus the signal's number."""
+        return self._process.returncode if self._process else None
+
+    async def start(self) -> None:
+        """Start the process. Raises `WorkerFailed` when it cannot be executed."""
+        if self._process is not None:
+            raise RuntimeError(f"{self!r} was started before")
+        await self._start_watchdog()
+        assert self._leash is not None
+        read_end, write_end = os.pipe()
+        try:
+            # A plain pipe, not asyncio's: its `wait` would also wait for grandchildren that hold the pipe open.
+            self._process = await asyncio.create_subprocess_exec(
+                *self.command,
+                stdin=subprocess.DEVNULL,
+                stdout=write_end,
+                stderr=write_end,
+                env={**os.environ, **self.environment},
+                start_new_session=True,
+            )
+        except OSError as error:
+            os.close(read_end)
+            await self._dismiss_watchdog()
+            raise WorkerFailed(f"{self.name}: cannot run {self.command[0]}: {error.strerror}") from error
+        finally:
+            os.close(write_end)
+        os.write(self._leash, b"%d\n" % self._process.pid)
+        self._ended = asyncio.create_task(self._see_to_the_end(self._process, read_end))
+
+    async def wait_ready(self, timeout: float) -> None:
+        """Return once `/health` answers 200.
+
+        Raises `WorkerFailed` when the process ends before that, or after `timeout` seconds (it is then still running).
+        """
+        if self._ended is None:
+            raise RuntimeError(f"{self!r} was not started")
+        loop = asyncio.get_running_loop()
+        started = loop.time()
+        next_report = started + PROGRESS_SECONDS
+        async with httpx.AsyncClient(trust_env=False, timeout=PROBE_TIMEOUT_SECONDS) as client:
+            while not await self._is_healthy(client):
+                await asyncio.wait({self._ended}, timeout=POLL_SECONDS)
+                now = loop.time()
+                if self._ended.done():
+                    raise WorkerFailed(self._explain(f"ended with exit code {self.exit_code} before it was ready"))
+                if now - started > timeout:
+                    raise WorkerFailed(self._explain(f"not ready after {timeout:.0f} s"))
+                if now >= next_report:
+                    self._say(f"not ready yet, {now - started:.0f} s of at most {timeout:.0f} s")
+                    next_report += PROGRESS_SECONDS
+
+    async def wait(self) -> int:
+        """Exit code, once the process and all of its group are gone. Cancelling this does not stop the replica."""
+        if self._ended is None:
+            raise RuntimeError(f"{self!r} was not started")
+        return await asyncio.shield(self._ended)
+
+    async def stop(self, grace_seconds: float = STOP_GRACE_SECONDS) -> None:
+        """End the process and its group; return when all are gone. Cancelling this kills the group at once."""
+        if self._process is None or self._ended is None:
+            return
+        try:
+            if self._process.returncode is None:
+                self._process.terminate()
+            await asyncio.wait({self._ended}, timeout=grace_seconds)
+        finally:
+            if not self._ended.done():
+                kill_group(self._process.pid)
+        await self.wait()
+
+    async def _start_watchdog(self) -> None:
+        read_end, self._leash = os.pipe()
+        try:
+            self._watchdog = await asyncio.create_subprocess_exec(
+                "/bin/sh",
+                "-c",
+                WATCHDOG,
+                stdin=read_end,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,
+            )
+        finally:
+            os.close(read_end)
+
+    async def _dismiss_watchdog(self) -> None:
+        assert self._leash is not None
+        assert self._watchdog is not None
+        try:
+            os.write(self._leash, b"stopped\nstopped\n")
+        except BrokenPipeError:
+            pass  # somebody killed the watchdog; nothing is left to tell it
+        os.close(self._leash)
+        self._leash = None
+        await self._watchdog.wait()
+
+    async def _see_to_the_end(self, process: Process, read_end: int) -> int:
+        """Own the running process: pass its output on, see it end, remove what is left of its group."""
+        copying = asyncio.create_task(self._copy_output(read_end))
+        exit_code = await process.wait()
+        kill_group(process.pid)
+        await asyncio.wait({copying}, timeout=LAST_OUTPUT_SECONDS)
+        copying.cancel()
+        await self._dismiss_watchdog()
+        return exit_code
+
+    async def _copy_output(self, read_end: int) -> None:
+        reader = asyncio.StreamReader()
+        pipe = os.fdopen(read_end, "rb", buffering=0)
+        transport, _ = await asyncio.get_running_loop().connect_read_pipe(
+            lambda: asyncio.StreamReaderProtocol(reader), pipe
+        )
+        rest = b""
+        try:
+            while data := await reader.read(READ_BYTES):
+                # Progress bars return the carriage without a new line.
+                *lines, rest = re.split(rb"[\r\n]+", rest + data)
+                if len(rest) > READ_BYTES:
+                    lines, rest = [*lines, rest], b""
+                self._pass_on(lines)
+            self._pass_on([rest])
+        finally:
+            transport.close()
+
+    def _pass_on(self, lines: Sequence[bytes]) -> None:
+        for line in lines:
+            if line:
+                text = line.decode("utf-8", "replace")
+                self._last_lines.append(text)
+                self._say(text)
+
+    def _say(self, text: str) -> None:
+        output = self._output or sys.stderr
+        try:
+            output.write(f"{self.name} | {text}\n")
+            output.flush()
+        except (OSError, ValueError):
+            pass  # our own stderr is gone; the replica must not hang on a full pipe because of that
+
+    async def _is_healthy(self, client: httpx.AsyncClient) -> bool:
+        try:
+            return (await client.get(f"{self.url}/health")).status_code == httpx.codes.OK
+        except httpx.HTTPError:
+            return False
+
+    def _explain(self, what: str) -> str:
+        lines = "".join(f"\n    {line}" for line in self._last_lines)
+        return f"{self.name} ({self.url}): {what}{'; its last lines:' if lines else ''}{lines}"
+
+
+def kill_group(leader: int) -> None:
+    """SIGKILL to a whole process group; nothing happens when it is empty."""
+    try:
+        os.killpg(leader, signal.SIGKILL)
+    except ProcessLookupError:
+        pass
+    except PermissionError:
+        pass  # macOS says so for a group of zombies
