@@ -1,9 +1,9 @@
 """The nouns that the core, the data path and the feeds share: small frozen values, no behaviour.
 
-Sizes of prompts are counted in *key bytes*: the bytes of the routing key that `gateway.prompt` builds from a body (text as
-the model will see it, or four bytes a token id). How many tokens a byte makes is learned (`core.rates`), so tokens appear
-here only where a replica reported them. Times are seconds of one monotonic clock that the caller chooses; rates are per
-second. `None` means unknown, never zero.
+Sizes of prompts are counted in *key bytes*: the bytes of the routing key that `gateway.prompt` builds from a body (text
+as the model will see it, or four bytes a token id). How many tokens a byte makes is learned (`core.rates`), so tokens
+appear here only where a replica reported them. Times are seconds of one monotonic clock that the caller chooses; rates
+are per second. `None` means unknown, never zero.
 """
 
 from __future__ import annotations
@@ -177,6 +177,8 @@ class ReplicaView(NamedTuple):
     """Uncached tokens inside a prefix that many different prompts share: a copy of it is an investment."""
     started: int
     """Sequence number of the last request sent there (round-robin order)."""
+    residence_seconds: float = 5.0
+    """Mean duration of a request there: how fast KV cache becomes free."""
 
 
 class Cost(NamedTuple):

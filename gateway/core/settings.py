@@ -19,13 +19,16 @@ POLICY_NAMES = (
 class RoutingSettings:
     policy: str = "cache-cost"
     block_bytes: int = 512
-    """Key bytes in one prefix block: about 128 tokens of English, so a match is known to within 4 % of a 3,000-token prompt."""
+    """Key bytes in one prefix block: about 128 tokens of English, so a match is known to within 4 % of a 3,000-token
+    prompt."""
     index_memory_mib: int = 256
     """Cap of the prefix index over all replicas, entries counted at their measured size."""
     default_cache_tokens: int = 400_000
-    """KV cache of a replica until it reports its own. Between one H100 (0.2 M) and one H200 (1.4 M) with gpt-oss-120b."""
+    """KV cache of a replica until it reports its own. Between one H100 (0.2 M) and one H200 (1.4 M) with
+    gpt-oss-120b."""
     default_prefill_rate: float = 10_000.0
-    """Uncached prompt tokens per second until learned. Guessed low: too low cost nothing in simulation, too high did."""
+    """Uncached prompt tokens per second until learned. Guessed low: too low cost nothing in simulation, too high
+    did."""
     max_in_flight: int = 4_096
     """Requests at all replicas together; more wait in the gateway."""
     max_waiting: int = 1_024

@@ -1,0 +1,297 @@
+"""The door: so many requests are in flight at most, so many wait at most, the rest are shed with a time to come back.
+
+Who goes next: the highest priority; among equals the tenant with the fewest requests in flight (then the one served
+least recently); within a tenant the highest response ratio (waited + s) / s, s being the request's own prefill time. So
+short requests overtake long ones, and waiting makes up for it: nobody starves.
+
+A ticket is held from `admit` until `leave`, whatever happened in between. Leaving twice is harmless. To be fast with
+many waiting, each tenant's queue keeps one first-come line for each power of two of s: within a line the oldest has the
+highest ratio (to within the width of the line), so only the heads are compared. Tenants stand in a heap whose outdated
+entries are skipped. Tickets that left are skipped when they come to the head of their line.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from enum import Enum
+from heapq import heappop, heappush
+from math import frexp
+
+from gateway.core.model import RouteRequest
+
+LEAST_PREFILL_SECONDS = 0.02
+"""Floor of s: below some 200 tokens prefill time says nothing about a request's size."""
+LONGEST_RETRY_SECONDS = 60.0
+RATE_STEP = 0.1
+"""The time between departures is a moving mean over about ten of them; it prices a place at the end of the queue."""
+
+
+class TicketState(Enum):
+    ADMITTED = "admitted"
+    WAITING = "waiting"
+    SHED = "shed"
+    LEFT = "left"
+
+
+class Ticket:
+    """One request at the door."""
+
+    __slots__ = ("_admission", "arrived_at", "prefill_seconds", "request", "retry_after", "state")
+
+    def __init__(self, admission: Admission, request: RouteRequest, prefill_seconds: float, now: float) -> None:
+        self._admission = admission
+        self.request = request
+        self.prefill_seconds = max(prefill_seconds, LEAST_PREFILL_SECONDS)
+        self.arrived_at = now
+        self.state = TicketState.WAITING
+        self.retry_after: float | None = None
+        """Seconds, once it was shed."""
+
+    def __repr__(self) -> str:
+        return f"<Ticket {self.state.value} of {self.request.tenant!r} since {self.arrived_at:.3f}>"
+
+    def ratio(self, now: float) -> float:
+        return (now - self.arrived_at + self.prefill_seconds) / self.prefill_seconds
+
+    def leave(self, now: float) -> None:
+        """The request is over, or its client has gone. Call it in a `finally`; repeating it changes nothing."""
+        self._admission.leave(self, now)
+
+
+@dataclass(frozen=True, slots=True)
+class Admitted:
+    ticket: Ticket
+
+    def leave(self, now: float) -> None:
+        self.ticket.leave(now)
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """It waits; some later `release` lists the ticket as ready or as shed."""
+
+    ticket: Ticket
+
+    def leave(self, now: float) -> None:
+        self.ticket.leave(now)
+
+
+@dataclass(frozen=True, slots=True)
+class Shed:
+    ticket: Ticket
+    retry_after: float
+    """Seconds."""
+
+    def leave(self, now: float) -> None:
+        self.ticket.leave(now)
+
+
+@dataclass(frozen=True, slots=True)
+class Release:
+    """What changed in the waiting room."""
+
+    ready: list[Ticket]
+    """Admitted now, in this order."""
+    again_at: float | None
+    """Ask again at this time at the latest; `None` while nobody waits."""
+    shed: list[Ticket]
+    """They waited too long, or made room for others; each has `retry_after`."""
+
+
+class Tenant:
+    """Requests of one tenant at one priority: lines by size."""
+
+    __slots__ = ("lines", "stored", "waiting")
+
+    def __init__(self) -> None:
+        self.lines: dict[int, deque[Ticket]] = {}
+        self.waiting = 0
+        self.stored = 0
+        """Tickets in the lines, those that left included."""
+
+    def put(self, ticket: Ticket) -> None:
+        size = frexp(ticket.prefill_seconds)[1]
+        self.lines.setdefault(size, deque()).append(ticket)
+        self.waiting += 1
+        self.stored += 1
+        if is_mostly_gone(self.stored, self.waiting):
+            self.lines = {size: still_waiting(line) for size, line in self.lines.items()}
+            self.stored = self.waiting
+
+    def take(self, now: float) -> Ticket:
+        """Remove the waiting ticket with the highest response ratio; there is one."""
+        best: deque[Ticket] | None = None
+        for size, line in list(self.lines.items()):
+            while line and line[0].state is not TicketState.WAITING:
+                line.popleft()
+                self.stored -= 1
+            if not line:
+                del self.lines[size]
+            elif best is None or line[0].ratio(now) > best[0].ratio(now):
+                best = line
+        assert best is not None, "take() on a tenant without waiting tickets"
+        self.waiting -= 1
+        self.stored -= 1
+        return best.popleft()
+
+
+def is_mostly_gone(stored: int, waiting: int) -> bool:
+    return stored > 2 * waiting + 64
+
+
+def still_waiting(tickets: deque[Ticket]) -> deque[Ticket]:
+    return deque(ticket for ticket in tickets if ticket.state is TicketState.WAITING)
+
+
+class Admission:
+    """Counts who is in and who waits."""
+
+    def __init__(self, max_in_flight: int, max_waiting: int, max_wait_seconds: float) -> None:
+        self._max_in_flight = max_in_flight
+        self._max_waiting = max_waiting
+        self._max_wait_seconds = max_wait_seconds
+        self.in_flight = 0
+        self.waiting = 0
+        self._rooms: dict[int, dict[str, Tenant]] = {}  # by priority, then tenant; only where somebody waits
+        self._heaps: dict[int, list[tuple[int, int, str]]] = {}  # by priority: (in flight, served, tenant)
+        self._arrivals: deque[Ticket] = deque()  # all that waited, in order of arrival, for time-outs
+        self._in_flight_of: dict[str, int] = {}  # tenants with any
+        self._served_at: dict[str, int] = {}  # tenants in flight or waiting: sequence number of the last one admitted
+        self._served = 0
+        self._departed_at: float | None = None
+        self._departure_seconds = 1.0
+
+    def __repr__(self) -> str:
+        return (
+            f"<Admission {self.in_flight}/{self._max_in_flight} in flight, {self.waiting}/{self._max_waiting} waiting>"
+        )
+
+    @property
+    def is_crowded(self) -> bool:
+        """Whether the next request would have to wait."""
+        return self.waiting > 0 or self.in_flight >= self._max_in_flight
+
+    def admit(self, request: RouteRequest, prefill_seconds: float, now: float) -> Admitted | Waiting | Shed:
+        ticket = Ticket(self, request, prefill_seconds, now)
+        if not self.is_crowded:
+            self._enter(ticket)
+            return Admitted(ticket)
+        if self.waiting >= self._max_waiting:
+            return Shed(ticket, self._shed(ticket))
+        self._wait(ticket)
+        return Waiting(ticket)
+
+    def release(self, now: float) -> Release:
+        """Admit as many as there is room for, and shed who waited too long."""
+        shed = self._overdue(now)
+        ready: list[Ticket] = []
+        while self.waiting and self.in_flight < self._max_in_flight:
+            ready.append(self._next(now))
+        again_at = self._arrivals[0].arrived_at + self._max_wait_seconds if self.waiting else None
+        return Release(ready, again_at, shed)
+
+    def leave(self, ticket: Ticket, now: float) -> None:
+        if ticket.state is TicketState.ADMITTED:
+            self.in_flight -= 1
+            self._count(ticket.request.tenant, -1)
+            if self._departed_at is not None:
+                self._departure_seconds += RATE_STEP * (min(now - self._departed_at, 60.0) - self._departure_seconds)
+            self._departed_at = now
+        elif ticket.state is TicketState.WAITING:
+            self._gone(ticket)
+        ticket.state = TicketState.LEFT
+
+    # ---- inside ----------------------------------------------------------------------------------------------------
+
+    def _wait(self, ticket: Ticket) -> None:
+        priority, name = ticket.request.priority, ticket.request.tenant
+        room = self._rooms.setdefault(priority, {})
+        if name not in room:
+            room[name] = Tenant()
+            self._queue_tenant(priority, name)
+        room[name].put(ticket)
+        self._arrivals.append(ticket)
+        self.waiting += 1
+        if is_mostly_gone(len(self._arrivals), self.waiting):
+            self._arrivals = still_waiting(self._arrivals)
+
+    def _enter(self, ticket: Ticket) -> None:
+        ticket.state = TicketState.ADMITTED
+        self.in_flight += 1
+        self._served += 1
+        self._served_at[ticket.request.tenant] = self._served
+        self._count(ticket.request.tenant, 1)
+
+    def _count(self, tenant: str, change: int) -> None:
+        count = self._in_flight_of.get(tenant, 0) + change
+        if count:
+            self._in_flight_of[tenant] = count
+        else:
+            del self._in_flight_of[tenant]
+        waits = False
+        for priority, room in self._rooms.items():
+            if tenant in room:
+                waits = True
+                self._queue_tenant(priority, tenant)
+        if not count and not waits:
+            self._served_at.pop(tenant, None)
+
+    def _standing(self, tenant: str) -> tuple[int, int, str]:
+        return self._in_flight_of.get(tenant, 0), self._served_at.get(tenant, 0), tenant
+
+    def _queue_tenant(self, priority: int, tenant: str) -> None:
+        heap = self._heaps.setdefault(priority, [])
+        if len(heap) > 4 * len(self._rooms[priority]) + 64:  # mostly outdated: start afresh
+            heap[:] = sorted(self._standing(name) for name in self._rooms[priority])
+        heappush(heap, self._standing(tenant))
+
+    def _next(self, now: float) -> Ticket:
+        priority = max(self._rooms)
+        room, heap = self._rooms[priority], self._heaps[priority]
+        while heap[0][2] not in room or heap[0] != self._standing(heap[0][2]):
+            heappop(heap)
+        ticket = room[heap[0][2]].take(now)
+        self._emptied(priority, ticket.request.tenant)
+        self._enter(ticket)
+        return ticket
+
+    def _gone(self, ticket: Ticket) -> None:
+        """A waiting ticket will not be served; its line skips it later."""
+        priority, tenant = ticket.request.priority, ticket.request.tenant
+        self._rooms[priority][tenant].waiting -= 1
+        self._emptied(priority, tenant)
+
+    def _emptied(self, priority: int, tenant: str) -> None:
+        """One fewer waits there: drop what became empty."""
+        self.waiting -= 1
+        room = self._rooms[priority]
+        if not room[tenant].waiting:
+            del room[tenant]
+            if not room:
+                del self._rooms[priority], self._heaps[priority]
+            if tenant not in self._in_flight_of and not any(tenant in other for other in self._rooms.values()):
+                self._served_at.pop(tenant, None)
+        if not self.waiting:
+            self._arrivals.clear()
+
+    def _overdue(self, now: float) -> list[Ticket]:
+        shed: list[Ticket] = []
+        arrivals = self._arrivals
+        while arrivals:
+            oldest = arrivals[0]
+            if oldest.state is TicketState.WAITING:
+                if now - oldest.arrived_at < self._max_wait_seconds:
+                    break
+                arrivals.popleft()
+                self._gone(oldest)
+                self._shed(oldest)
+                shed.append(oldest)
+            else:
+                arrivals.popleft()
+        return shed
+
+    def _shed(self, ticket: Ticket) -> float:
+        ticket.state = TicketState.SHED
+        ticket.retry_after = min(max(1.0, (self.waiting + 1) * self._departure_seconds), LONGEST_RETRY_SECONDS)
+        return ticket.retry_after

@@ -1,0 +1,166 @@
+"""Whether a replica may get requests: four states, one table of transitions.
+
+Evidence is counted first (three failures in a row, of probes or of flights), then becomes a signal; the table says what
+a signal does. What is neutral never gets here: a client that left, a request that the replica rejected, back-pressure.
+
+An ejected replica waits out a back-off: 1 s, doubling with each further ejection up to 30 s, spread by up to 10 % so
+that several gateways or replicas do not come back in step. After that a good probe brings it back, or, where nobody
+probes, one trial request. The doubling is forgotten only after a calm minute, so a replica that fails half its
+requests, or flaps, gets ever less.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+
+from xxhash import xxh3_64_intdigest
+
+from gateway.core.model import HealthState, ReplicaId
+
+FAILURES_TO_EJECT = 3
+"""In a row. One slow probe or one reset connection is noise; three a second apart are found within 3 s."""
+FIRST_BACK_OFF_SECONDS = 1.0
+LONGEST_BACK_OFF_SECONDS = 30.0
+JITTER = 0.1
+CALM_SECONDS = 60.0
+"""Back-offs start again at 1 s after so long without an ejection: twice the longest back-off."""
+
+
+class Signal(Enum):
+    HEARD = "heard"
+    """It answered something: a scrape, a model list."""
+    ALIVE = "alive"
+    """A good probe or a completed flight, counted only after the back-off of an ejected replica."""
+    FAILING = "failing"
+    """Three failures in a row."""
+    SLEPT = "slept"
+    WOKE = "woke"
+
+
+TRANSITIONS: dict[tuple[HealthState, Signal], HealthState] = {
+    (HealthState.UNKNOWN, Signal.HEARD): HealthState.UP,
+    (HealthState.UNKNOWN, Signal.ALIVE): HealthState.UP,
+    (HealthState.UNKNOWN, Signal.FAILING): HealthState.EJECTED,
+    (HealthState.UNKNOWN, Signal.SLEPT): HealthState.ASLEEP,
+    (HealthState.UP, Signal.FAILING): HealthState.EJECTED,
+    (HealthState.UP, Signal.SLEPT): HealthState.ASLEEP,
+    (HealthState.EJECTED, Signal.ALIVE): HealthState.UP,
+    (HealthState.EJECTED, Signal.FAILING): HealthState.EJECTED,
+    (HealthState.EJECTED, Signal.SLEPT): HealthState.ASLEEP,
+    (HealthState.ASLEEP, Signal.FAILING): HealthState.EJECTED,
+    (HealthState.ASLEEP, Signal.WOKE): HealthState.UP,
+}
+"""A pair that is not here changes nothing: above all, a sleeping engine answers probes and is no better for it."""
+
+
+class Health:
+    """State of one replica."""
+
+    __slots__ = (
+        "_ejections",
+        "_failed_flights",
+        "_failed_probes",
+        "_heard_probe",
+        "_replica",
+        "_trial",
+        "ejected_at",
+        "flights_failed",
+        "last_failure",
+        "retry_at",
+        "state",
+    )
+
+    def __init__(self, replica: ReplicaId) -> None:
+        self._replica = replica
+        self.state = HealthState.UNKNOWN
+        self.last_failure = ""
+        self.ejected_at = 0.0
+        self.retry_at = 0.0
+        """End of the back-off."""
+        self.flights_failed = False
+        """The ejection was (also) for failed flights: it does not just answer probes badly."""
+        self._ejections = 0
+        self._failed_probes = 0
+        self._failed_flights = 0
+        self._heard_probe = False
+        self._trial = False
+
+    def __repr__(self) -> str:
+        return f"<Health {self.state.value}, ejected {self._ejections} times, last failure {self.last_failure!r}>"
+
+    # ---- evidence: each returns whether the state changed ----------------------------------------------------------
+
+    def heard(self, now: float) -> bool:
+        return self._signal(Signal.HEARD, now)
+
+    def probe(self, ok: bool, reason: str, now: float) -> bool:
+        self._heard_probe = True
+        if ok:
+            self._failed_probes = 0
+            return self._is_past_back_off(now) and self._signal(Signal.ALIVE, now)
+        self.last_failure = reason or "probe failed"
+        self._failed_probes += 1
+        return self._failed_probes >= FAILURES_TO_EJECT and self._signal(Signal.FAILING, now)
+
+    def flight_started(self) -> None:
+        self._trial = True
+
+    def flight_completed(self, started_at: float, now: float) -> bool:
+        """A flight that began before the ejection proves nothing: a server that shuts down finishes old streams."""
+        if self.state is HealthState.EJECTED and started_at < self.ejected_at:
+            return False
+        self._trial = False
+        self._failed_flights = self._failed_probes = 0
+        return self._signal(Signal.ALIVE, now)
+
+    def flight_failed(self, started_at: float, now: float) -> bool:
+        self.last_failure = "request failed"
+        if self.state is HealthState.EJECTED and started_at < self.ejected_at:
+            self.flights_failed = True  # sent before we knew: not another reason to wait longer
+            return False
+        self._trial = False
+        self._failed_flights += 1
+        if self._failed_flights < FAILURES_TO_EJECT:
+            return False
+        self.flights_failed = True
+        return self._signal(Signal.FAILING, now)
+
+    def flight_ended(self) -> None:
+        """Neither good nor bad (client left, rejected, refused): a trial is over without a verdict."""
+        self._trial = False
+
+    def sleep(self, asleep: bool, now: float) -> bool:
+        return self._signal(Signal.SLEPT if asleep else Signal.WOKE, now)
+
+    # ---- answers ---------------------------------------------------------------------------------------------------
+
+    def may_be_tried(self, now: float) -> bool:
+        """Ejected, back-off over, nobody probes it, and no trial is running."""
+        return self.state is HealthState.EJECTED and now >= self.retry_at and not self._heard_probe and not self._trial
+
+    def _is_past_back_off(self, now: float) -> bool:
+        return self.state is not HealthState.EJECTED or now >= self.retry_at
+
+    def _signal(self, signal: Signal, now: float) -> bool:
+        before = self.state
+        after = TRANSITIONS.get((before, signal), before)
+        if after is HealthState.EJECTED and signal is Signal.FAILING:
+            self._eject(before, now)
+        elif after is HealthState.UP and before is not HealthState.UP:
+            self._failed_probes = self._failed_flights = 0
+            self.flights_failed = False
+        self.state = after
+        return after is not before
+
+    def _eject(self, before: HealthState, now: float) -> None:
+        if before is HealthState.EJECTED and now < self.retry_at:
+            return  # still waiting for the last verdict
+        if now - self.retry_at > CALM_SECONDS:
+            self._ejections = 0
+        back_off = min(FIRST_BACK_OFF_SECONDS * 2 ** min(self._ejections, 16), LONGEST_BACK_OFF_SECONDS)
+        draw = xxh3_64_intdigest(self._replica.encode(), self._ejections) / 2**64
+        self._ejections += 1
+        self._heard_probe = self._trial = False
+        if before is not HealthState.EJECTED:
+            self.ejected_at = now
+        self.retry_at = now + back_off * (1.0 + JITTER * draw)

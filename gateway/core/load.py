@@ -1,0 +1,171 @@
+"""How busy one replica is: the work we booked there ourselves, corrected by what it last said about itself.
+
+Our own flights are booked the moment they are sent, so no decision waits for a poll. A flight has two loads: its
+uncached prompt tokens are *pending* until its first token, and its whole prompt occupies KV cache until it ends. The
+prefill at the head of the queue is taken to advance at the learned rate; it is never believed finished before its first
+token is seen.
+
+A load snapshot adds only what we cannot know: *foreign* requests, those that it counts beyond our own, and its KV
+usage. It ages: foreign requests fade, and after some missed scrapes nothing of it is believed. Unknown is `None`, not
+zero.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+from gateway.core.model import LoadSnapshot
+
+FOREIGN_HALF_LIFE_SECONDS = 2.0
+"""Foreign requests seen once count half after this: a request lasts seconds, and a fresh scrape comes each half
+second."""
+STALE_INTERVALS = 4.0
+"""A snapshot older than so many scrape intervals is not believed: one late scrape is noise, four are a broken feed."""
+MINIMUM_STALE_SECONDS = 3.0
+"""... but never before this, whatever the interval: one scrape may take up to its time-out of 2 s."""
+ASSUMED_INTERVAL_SECONDS = 1.0
+"""Scrape interval until two snapshots have come."""
+FIRST_REFUSAL_SECONDS = 1.0
+LONGEST_REFUSAL_SECONDS = 8.0
+"""After a 429 or 503 the replica counts as busy for 1 s, doubling with each further refusal in a row up to 8 s: long
+enough for its queue to move, short enough that it has its share again within 10 s."""
+REFUSING_AS_REQUESTS = 16.0
+"""A refusing replica counts as having so many foreign requests, for policies that count requests."""
+RECENT_ENDS = 64
+"""Ends of flights remembered to know what was booked when a snapshot was taken (milliseconds ago)."""
+ASSUMED_RESIDENCE_SECONDS = 5.0
+RESIDENCE_STEP = 0.1
+"""Mean duration of a flight: moving mean over about ten of them, 5 s until the first ends."""
+
+
+class Booking:
+    """What one flight occupies at its replica."""
+
+    __slots__ = ("prompt_tokens", "started_at", "uncached_tokens")
+
+    def __init__(self, prompt_tokens: float, uncached_tokens: float, started_at: float) -> None:
+        self.prompt_tokens = prompt_tokens
+        self.uncached_tokens = uncached_tokens
+        self.started_at = started_at
+
+
+class Load:
+    """Load of one replica."""
+
+    __slots__ = (
+        "_ends",
+        "_foreign",
+        "_head_since",
+        "_interval",
+        "_pending",
+        "_pending_tokens",
+        "_refusals",
+        "_refusing_until",
+        "in_flight",
+        "in_flight_tokens",
+        "residence_seconds",
+        "snapshot",
+    )
+
+    def __init__(self) -> None:
+        self.in_flight = 0
+        self.in_flight_tokens = 0.0
+        self.residence_seconds = ASSUMED_RESIDENCE_SECONDS
+        self.snapshot: LoadSnapshot | None = None
+        self._pending: dict[Booking, None] = {}  # in order of sending
+        self._pending_tokens = 0.0
+        self._head_since = 0.0
+        self._foreign: float | None = None
+        self._interval = ASSUMED_INTERVAL_SECONDS
+        self._ends: deque[float] = deque(maxlen=RECENT_ENDS)
+        self._refusals = 0
+        self._refusing_until = 0.0
+
+    def __repr__(self) -> str:
+        return f"<Load {self.in_flight} in flight, {self._pending_tokens:.0f} tokens pending, foreign {self._foreign}>"
+
+    # ---- our own flights -------------------------------------------------------------------------------------------
+
+    def book(self, prompt_tokens: float, uncached_tokens: float, now: float) -> Booking:
+        booking = Booking(prompt_tokens, uncached_tokens, now)
+        if not self._pending:
+            self._head_since = now
+        self._pending[booking] = None
+        self._pending_tokens += uncached_tokens
+        self.in_flight += 1
+        self.in_flight_tokens += prompt_tokens
+        return booking
+
+    def prefilled(self, booking: Booking, now: float) -> None:
+        """The first token came: its uncached tokens are no longer pending. Harmless when repeated."""
+        pending = self._pending
+        if booking in pending:
+            del pending[booking]
+            self._pending_tokens = self._pending_tokens - booking.uncached_tokens if pending else 0.0
+            self._head_since = now
+
+    def release(self, booking: Booking, now: float, ran: bool) -> None:
+        """The flight ended; `ran`: to its natural end, so that its duration says something."""
+        self.prefilled(booking, now)
+        self.in_flight -= 1
+        self.in_flight_tokens = self.in_flight_tokens - booking.prompt_tokens if self.in_flight else 0.0
+        self._ends.append(now)
+        if ran:
+            self.residence_seconds += RESIDENCE_STEP * (now - booking.started_at - self.residence_seconds)
+
+    def pending_tokens(self, now: float, prefill_rate: float) -> float:
+        """Uncached tokens not yet prefilled, by the replica's rate; a refusal counts as that much work, too."""
+        pending = 0.0
+        if self._pending:
+            head = next(iter(self._pending)).uncached_tokens
+            done = (now - self._head_since) * prefill_rate
+            pending = self._pending_tokens - (head if done > head else max(0.0, done))
+        if self._refusing_until > now:
+            pending += (self._refusing_until - now) * prefill_rate
+        return pending
+
+    # ---- what it says ----------------------------------------------------------------------------------------------
+
+    def refused(self, now: float) -> None:
+        """It answered 429 or 503."""
+        if now >= self._refusing_until:  # refusals of one burst count once
+            self._refusing_until = now + min(FIRST_REFUSAL_SECONDS * 2**self._refusals, LONGEST_REFUSAL_SECONDS)
+            self._refusals = min(self._refusals + 1, 8)
+
+    def accepted(self) -> None:
+        self._refusals = 0
+
+    def report(self, snapshot: LoadSnapshot) -> None:
+        """Take a new snapshot. Ignored when older than the last."""
+        last = self.snapshot
+        if last is not None:
+            gap = snapshot.taken_at - last.taken_at
+            if gap < 0:
+                return
+            self._interval += 0.3 * (min(gap, 60.0) - self._interval)
+        self.snapshot = snapshot
+        if snapshot.running is None:
+            self._foreign = None
+            return
+        booked = self.in_flight + sum(1 for end in self._ends if end > snapshot.taken_at)
+        self._foreign = max(0.0, snapshot.running + (snapshot.waiting or 0) - booked)
+
+    def is_fresh(self, now: float) -> bool:
+        snapshot = self.snapshot
+        if snapshot is None:
+            return False
+        return now - snapshot.taken_at <= max(MINIMUM_STALE_SECONDS, STALE_INTERVALS * self._interval)
+
+    def foreign_requests(self, now: float) -> float | None:
+        """Requests of others there, faded; `None` when no fresh snapshot tells."""
+        refusing = REFUSING_AS_REQUESTS if self._refusing_until > now else 0.0
+        foreign = self._foreign
+        if foreign is None or self.snapshot is None or not self.is_fresh(now):
+            return refusing or None
+        if foreign:
+            foreign *= 0.5 ** (max(0.0, now - self.snapshot.taken_at) / FOREIGN_HALF_LIFE_SECONDS)
+        return foreign + refusing
+
+    def kv_usage(self, now: float) -> float | None:
+        snapshot = self.snapshot
+        return snapshot.kv_usage if snapshot is not None and self.is_fresh(now) else None

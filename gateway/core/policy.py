@@ -1,0 +1,229 @@
+"""Policies: what each thinks of the candidates. One small frozen class each; its fields are its constants.
+
+A policy gets all candidates as views and gives each a cost; the lowest is chosen (`pickers`). To add one: a class with
+`name` and `costs` here, and its line in `POLICIES`. Only `cache-cost` is meant for production; the others are baselines
+that each leave something out, kept so that its worth can be measured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Protocol
+
+from xxhash import xxh3_64_intdigest
+
+from gateway.core import scorers
+from gateway.core.model import Cost, ReplicaView, RouteRequest
+
+
+class Policy(Protocol):
+    """The plug-in point. All of it is pure."""
+
+    name: ClassVar[str]
+    reads_cache: ClassVar[bool]
+    """Whether it reads `eviction_loss` and `hot_missing_tokens`; they are 0 otherwise (they take time to find)."""
+    margin: ClassVar[float]
+    """Costs within this share of the lowest count as equal."""
+
+    def costs(self, request: RouteRequest, views: Sequence[ReplicaView], draw: int) -> list[Cost]:
+        """One cost for each view, in the same order. `draw` counts requests started: the only source of chance."""
+        ...
+
+
+def single(name: str, value: float) -> Cost:
+    return Cost(value, ((name, value),))
+
+
+@dataclass(frozen=True, slots=True)
+class RoundRobin:
+    """Whoever got its last request longest ago."""
+
+    name: ClassVar[str] = "round-robin"
+    reads_cache: ClassVar[bool] = False
+    margin: ClassVar[float] = 0.0
+
+    def costs(self, request: RouteRequest, views: Sequence[ReplicaView], draw: int) -> list[Cost]:
+        return [single("started", float(view.started)) for view in views]
+
+
+@dataclass(frozen=True, slots=True)
+class Random:
+    """Anybody. Each request draws anew, so counts differ as chance has it."""
+
+    name: ClassVar[str] = "random"
+    reads_cache: ClassVar[bool] = False
+    margin: ClassVar[float] = 0.0
+
+    def costs(self, request: RouteRequest, views: Sequence[ReplicaView], draw: int) -> list[Cost]:
+        return [single("draw", xxh3_64_intdigest(view.replica.encode(), draw) / 2**64) for view in views]
+
+
+@dataclass(frozen=True, slots=True)
+class LeastRequests:
+    """Fewest requests there, ours and others'."""
+
+    name: ClassVar[str] = "least-requests"
+    reads_cache: ClassVar[bool] = False
+    margin: ClassVar[float] = 0.0
+
+    def costs(self, request: RouteRequest, views: Sequence[ReplicaView], draw: int) -> list[Cost]:
+        return [single("requests", view.in_flight + view.foreign_requests) for view in views]
+
+
+@dataclass(frozen=True, slots=True)
+class LeastWork:
+    """Shortest wait for prefill, blind to who holds the prefix: the honest baseline for what the cache adds."""
+
+    name: ClassVar[str] = "least-work"
+    reads_cache: ClassVar[bool] = False
+    margin: ClassVar[float] = 0.0
+
+    def costs(self, request: RouteRequest, views: Sequence[ReplicaView], draw: int) -> list[Cost]:
+        return [single("queue", scorers.queue_seconds(view)) for view in views]
+
+
+@dataclass(frozen=True, slots=True)
+class SessionHash:
+    """A session stays with its replica (rendezvous hashing), unless that one is crowded; then it goes to its next."""
+
+    name: ClassVar[str] = "session-hash"
+    reads_cache: ClassVar[bool] = False
+    margin: ClassVar[float] = 0.0
+
+    bound: float = 1.25
+    """A replica with more than this many times the mean of requests takes no further session: the usual bounded
+    load."""
+    slack: float = 1.0
+    """Requests above that which are still fine: with few in flight the mean is a fraction."""
+
+    def costs(self, request: RouteRequest, views: Sequence[ReplicaView], draw: int) -> list[Cost]:
+        key = self.key(request)
+        if key is None:
+            return [single("requests", view.in_flight + view.foreign_requests) for view in views]
+        limit = scorers.crowd_requests(views, self.bound, self.slack)
+        costs = []
+        for view in views:
+            place = xxh3_64_intdigest(key + view.replica.encode()) / 2**64
+            excess = max(0.0, view.in_flight + view.foreign_requests - limit)
+            crowd = 1.0 + excess if excess else 0.0  # behind all that are not crowded, the least crowded first
+            costs.append(Cost(place + crowd, (("hash", place), ("crowd", crowd))))
+        return costs
+
+    @staticmethod
+    def key(request: RouteRequest) -> bytes | None:
+        if request.session is not None:
+            return b"s" + request.session.encode("utf-8", "surrogatepass") + b"\0"
+        if request.blocks:
+            return b"b%d " % request.blocks[min(1, len(request.blocks) - 1)]  # chained: stands for both
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixOnly:
+    """Longest match, whatever its queue. Known to send everybody to one replica; ties go to the least work."""
+
+    name: ClassVar[str] = "prefix-only"
+    reads_cache: ClassVar[bool] = False
+    margin: ClassVar[float] = 0.0
+
+    wait_weight: float = 1e-6
+    """Tokens of match that a second of wait is worth: nothing, but enough to break ties."""
+
+    def costs(self, request: RouteRequest, views: Sequence[ReplicaView], draw: int) -> list[Cost]:
+        costs = []
+        for view in views:
+            missing = view.prompt_tokens - view.cached_tokens
+            tie = self.wait_weight * scorers.queue_seconds(view)
+            costs.append(Cost(missing + tie, (("missing", missing), ("queue", tie))))
+        return costs
+
+
+@dataclass(frozen=True, slots=True)
+class CacheCost:
+    """The wait that this request would have, and would cause, at each replica; in seconds, part by part.
+
+    queue     prefill booked there before it, or the wait for KV cache where that is longer (`kv`)
+    prefill   a times its own uncached tokens: prefill saved here also serves all who come behind
+    evicted   a times the live blocks that it would push out: they are prefill to be done later
+    shared    less (a - 1) for what many prompts share and this replica lacks: a copy of that is an investment
+    pressure  scraped KV usage close to full
+    requests  decode of those in flight slows the prefill a little; strangers may still have prefill to do
+    crowd     far more requests than the others: decode suffers there, which no prefill saved makes up for
+    """
+
+    name: ClassVar[str] = "cache-cost"
+    reads_cache: ClassVar[bool] = True
+    margin: ClassVar[float] = 0.02
+    """Learned rates of equal replicas differ by about so much, and that is no reason to prefer one."""
+
+    a: float = 3.0
+    """Weight of own uncached tokens. 1 fills idle replicas, 4 sticks; flat between 2 and 4 in simulation."""
+    kv_weight: float = 0.5
+    """Share of the predicted wait for KV cache that counts. Stronger made overload worse without holding requests."""
+    kv_threshold: float = 0.85
+    kv_full_seconds: float = 1.0
+    """Scraped KV usage costs from 0.85 on, where preemption begins, up to one second at 1.0."""
+    in_flight_tokens: float = 200.0
+    """Each of our requests there counts as so many tokens of prefill. 500 was good in places, 2,000 harmful."""
+    foreign_tokens: float = 500.0
+    """The same for strangers', whose prefill we cannot see."""
+    crowd_factor: float = 1.5
+    crowd_slack: float = 4.0
+    crowd_tokens: float = 2_000.0
+    """Each request beyond 1.5 times the mean plus 4 counts as 2,000 tokens: 64 identical prompts do not stay on one."""
+
+    def costs(self, request: RouteRequest, views: Sequence[ReplicaView], draw: int) -> list[Cost]:
+        a = self.a
+        crowd_limit = scorers.crowd_requests(views, self.crowd_factor, self.crowd_slack)
+        usages = scorers.known_kv_usage(views)
+        costs = []
+        for view, usage in zip(views, usages, strict=True):
+            rate = view.prefill_rate
+            queue = scorers.queue_seconds(view)
+            prefill = a * (view.prompt_tokens - view.cached_tokens) / rate
+            evicted = a * view.eviction_loss / rate
+            shared = (1.0 - a) * view.hot_missing_tokens / rate
+            kv = max(0.0, scorers.kv_wait_seconds(view, self.kv_weight) - queue)
+            pressure = scorers.kv_usage_seconds(usage, self.kv_threshold, self.kv_full_seconds)
+            requests = (self.in_flight_tokens * view.in_flight + self.foreign_tokens * view.foreign_requests) / rate
+            excess = view.in_flight + view.foreign_requests - crowd_limit
+            crowd = self.crowd_tokens * excess / rate if excess > 0 else 0.0
+            costs.append(
+                Cost(
+                    queue + prefill + evicted + shared + kv + pressure + requests + crowd,
+                    (
+                        ("queue", queue),
+                        ("prefill", prefill),
+                        ("evicted", evicted),
+                        ("shared", shared),
+                        ("kv", kv),
+                        ("pressure", pressure),
+                        ("requests", requests),
+                        ("crowd", crowd),
+                    ),
+                )
+            )
+        return costs
+
+
+POLICIES: dict[str, Policy] = {
+    policy.name: policy
+    for policy in (
+        RoundRobin(),
+        Random(),
+        LeastRequests(),
+        LeastWork(),
+        SessionHash(),
+        PrefixOnly(),
+        CacheCost(),
+    )
+}
+
+
+def policy_named(name: str) -> Policy:
+    """Raises `ValueError` for a name that no policy has."""
+    try:
+        return POLICIES[name]
+    except KeyError:
+        raise ValueError(f"unknown policy {name!r}; one of {', '.join(POLICIES)}") from None

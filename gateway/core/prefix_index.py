@@ -1,0 +1,359 @@
+"""Who holds which prefix block, as far as our own requests tell: one bounded LRU for each replica.
+
+A replica's LRU is a row of *records*, oldest first: one record for each request sent there, with the time it was
+touched and the run of blocks that nobody touched since. Because a request always touches its whole prefix, three things
+hold:
+
+1. If a replica holds block i of a chain, it holds all before it. So the match length is found by binary search.
+2. What a later request takes over from a record is a leading part of it, so what remains is one contiguous run, its
+   tail.
+3. Evicting from the tail of the oldest record keeps 1 true: what came after the evicted block is older or gone.
+
+Touching a prompt costs two C-speed dict updates instead of a walk through a linked list, and the tail of the LRU can be
+judged record by record (`eviction_loss`) instead of block by block. `copies` counts replicas for each block.
+
+What may be wrong: blocks are *predicted*, entered when a request is sent. The engine may have evicted them already or
+may never have stored them. Capacity comes from the engine, a failed request takes its blocks back, a restart clears the
+replica.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Sequence
+from itertools import islice
+from math import exp, exp2
+
+from gateway.core.model import BlockHash, ReplicaId
+
+BLOCK_BYTES = 250
+"""Memory of one held block: two dict entries, the hash, a reference. Measured (tests/core/test_prefix_index.py)."""
+RECORD_BYTES = 400
+"""Memory of one record without its blocks, its place in the LRU included. Measured likewise."""
+TAIL_RECORDS = 6
+"""Records of the LRU's tail that `eviction_loss` looks at. The rest of a longer eviction is valued like their mean."""
+DEFAULT_TAU_SECONDS = 60.0
+"""Time scale of reuse while no replica is full: nothing is evicted then, so it hardly matters."""
+MINIMUM_TAU_SECONDS = 1.0
+"""Below that the exponential would call everything worthless."""
+MAX_BRANCH_POINTS = 4_096
+"""Blocks at which prompts part ways that are remembered; the ones longest without a new branch are forgotten."""
+BRANCH_HALF_LIFE_SECONDS = 600.0
+"""A branch point that gets no new branches for so long counts half: yesterday's hot prompt is not hot."""
+
+
+class Record:
+    """One request's touch: the blocks at positions `begin` to `end` of its chain were last touched by it."""
+
+    __slots__ = ("begin", "blocks", "end", "offset", "serial", "touched_at")
+
+    def __init__(self, serial: int, touched_at: float, blocks: Sequence[BlockHash], end: int) -> None:
+        self.serial = serial
+        self.touched_at = touched_at
+        self.blocks = blocks
+        self.offset = 0
+        """Position of `blocks[0]` in the chain."""
+        self.begin = 0
+        self.end = end
+
+    def give_up_to(self, position: int) -> None:
+        """Positions before `position` belong to a later record now."""
+        self.begin = position
+        stale = position - self.offset
+        if 2 * stale > len(self.blocks):  # keeps the memory of a record below twice its live part
+            self.blocks = self.blocks[stale:]
+            self.offset = position
+
+    def __repr__(self) -> str:
+        return f"<Record {self.serial} [{self.begin}:{self.end}] at {self.touched_at:.3f}>"
+
+
+class BranchPoint:
+    """A block after which different prompts part ways: how many did, and when the last one did."""
+
+    __slots__ = ("at", "count")
+
+    def __init__(self, at: float) -> None:
+        self.count = 2.0  # the prompt that was there, and the one that left it
+        self.at = at
+
+    def count_at(self, now: float) -> float:
+        return self.count * exp2((self.at - now) / BRANCH_HALF_LIFE_SECONDS)
+
+    def grow(self, now: float) -> None:
+        self.count = self.count_at(now) + 1.0
+        self.at = now
+
+
+def match_length(held: dict[BlockHash, object], blocks: Sequence[BlockHash]) -> int:
+    """Length of the leading run of `blocks` that is in `held`, which has no holes (see module, 1)."""
+    if not blocks or blocks[0] not in held:
+        return 0
+    high = len(blocks)
+    if blocks[high - 1] in held:
+        return high
+    low, high = 1, high - 1  # blocks[:low] are held, blocks[high] is not
+    while low < high:
+        middle = (low + high) >> 1
+        if blocks[middle] in held:
+            low = middle + 1
+        else:
+            high = middle
+    return low
+
+
+class ReplicaIndex:
+    """Blocks of one replica. Made by `PrefixIndex.add`."""
+
+    __slots__ = ("_index", "capacity", "held", "max_bytes", "records", "tail_at")
+
+    def __init__(self, index: PrefixIndex, capacity: int) -> None:
+        self._index = index
+        self.capacity = capacity
+        """Blocks that fit the replica's KV cache."""
+        self.max_bytes = 0
+        """Share of the index's memory."""
+        self.held: dict[BlockHash, Record] = {}
+        self.records: OrderedDict[int, Record] = OrderedDict()
+        self.tail_at: float | None = None
+        """When the oldest block was touched last; `None` while there is room."""
+
+    def __len__(self) -> int:
+        return len(self.held)
+
+    def __repr__(self) -> str:
+        return f"<ReplicaIndex {len(self.held)}/{self.capacity} blocks in {len(self.records)} records>"
+
+    def match(self, blocks: Sequence[BlockHash]) -> int:
+        """Blocks of the prompt's leading run held here."""
+        return match_length(self.held, blocks)  # type: ignore[arg-type]
+
+    @property
+    def memory_bytes(self) -> int:
+        return len(self.held) * BLOCK_BYTES + len(self.records) * RECORD_BYTES
+
+    def touch(self, blocks: Sequence[BlockHash], now: float) -> tuple[int, Record | None]:
+        """A request with these blocks is sent here. Returns how many it held already, and the new record."""
+        if len(blocks) > self.capacity:
+            blocks = blocks[: self.capacity]
+        if not blocks:
+            return 0, None
+        matched = self.match(blocks)
+        if matched:
+            self._take_over(blocks, matched, now)
+        record = self._index.new_record(blocks, now)
+        self.held.update(dict.fromkeys(blocks, record))
+        self.records[record.serial] = record
+        if matched < len(blocks):
+            self._index.copies.update(blocks[matched:] if matched else blocks)
+        self._shrink()
+        return matched, record
+
+    def _take_over(self, blocks: Sequence[BlockHash], matched: int, now: float) -> None:
+        """Leading runs of older records go to a new one; a record with nothing left goes."""
+        held = self.held
+        last = held[blocks[matched - 1]]
+        if matched < len(blocks) and last.end > matched:
+            self._index.branched(blocks, matched, now)
+        position = matched
+        while position > 0:
+            record = held[blocks[position - 1]]
+            begin = record.begin
+            if record.end == position:
+                del self.records[record.serial]
+                record.begin = position
+            else:
+                record.give_up_to(position)
+            position = begin
+
+    def take_back(self, record: Record, matched: int) -> None:
+        """The request that made `record` never ran: forget the blocks that only it brought, after `matched`."""
+        if self.records.get(record.serial) is record:
+            self._drop_tail(record, record.end - max(record.begin, matched))
+            self._note_tail()
+
+    def resize(self, capacity: int) -> None:
+        self.capacity = capacity
+        self._shrink()
+
+    def clear(self) -> None:
+        self._index.forget(self.held)
+        self.held.clear()
+        self.records.clear()
+        self._note_tail()
+
+    def eviction_loss(self, blocks: int, now: float, tau: float) -> float:
+        """Expected blocks of later prefill if `blocks` new ones come in: what they push out, valued by its age.
+
+        A block that was last used `age` ago is used again with about exp(-age / tau), and if another replica has it
+        too, that one may serve it.
+        """
+        excess = len(self.held) + blocks - self.capacity
+        if excess <= 0:
+            return 0.0
+        copies = self._index.copies
+        seen, loss = 0, 0.0
+        for record in islice(self.records.values(), TAIL_RECORDS):
+            count = record.end - record.begin
+            if seen + count > excess:
+                count = excess - seen
+            last = record.blocks[record.end - 1 - record.offset]
+            loss += count * exp((record.touched_at - now) / tau) / copies[last]
+            seen += count
+            if seen >= excess:
+                return loss
+        return loss * excess / seen if seen else 0.0
+
+    def _shrink(self) -> None:
+        """Evict, oldest first and tail first, until capacity and memory share hold."""
+        held, records = self.held, self.records
+        excess = len(held) - self.capacity
+        while excess > 0:
+            oldest = next(iter(records.values()))
+            count = min(excess, oldest.end - oldest.begin)
+            self._drop_tail(oldest, count)
+            excess -= count
+        while held and len(held) * BLOCK_BYTES + len(records) * RECORD_BYTES > self.max_bytes:
+            oldest = next(iter(records.values()))
+            self._drop_tail(oldest, oldest.end - oldest.begin)
+        self._note_tail()
+
+    def _drop_tail(self, record: Record, count: int) -> None:
+        if count <= 0:
+            return
+        end = record.end - record.offset
+        gone = record.blocks[end - count : end]
+        self._index.forget(gone)
+        held = self.held
+        for block in gone:
+            del held[block]
+        record.end -= count
+        if record.end <= record.begin:
+            del self.records[record.serial]
+
+    def _note_tail(self) -> None:
+        full = self.records and len(self.held) >= 0.95 * self.capacity
+        tail_at = next(iter(self.records.values())).touched_at if full else None
+        if tail_at != self.tail_at:
+            self._index.tail_moved(self.tail_at, tail_at)
+            self.tail_at = tail_at
+
+
+class PrefixIndex:
+    """The replicas' indexes, the number of copies of each block, one cap on memory, and the branch points."""
+
+    def __init__(self, memory_bytes: int) -> None:
+        self.memory_bytes_limit = memory_bytes
+        self.copies: Counter[BlockHash] = Counter()
+        self._replicas: dict[ReplicaId, ReplicaIndex] = {}
+        self._branches: OrderedDict[BlockHash, BranchPoint] = OrderedDict()
+        self._serial = 0
+        self._tails = 0
+        self._tail_sum = 0.0
+
+    def __len__(self) -> int:
+        return sum(len(replica) for replica in self._replicas.values())
+
+    def __repr__(self) -> str:
+        return (
+            f"<PrefixIndex {len(self)} blocks on {len(self._replicas)} replicas, {len(self._branches)} branch points>"
+        )
+
+    @property
+    def memory_bytes(self) -> int:
+        """Estimate of the memory in use, as the cap sees it."""
+        return sum(replica.memory_bytes for replica in self._replicas.values())
+
+    @property
+    def capacity(self) -> int:
+        """Blocks of all replicas together."""
+        return sum(replica.capacity for replica in self._replicas.values())
+
+    def add(self, replica: ReplicaId, capacity: int) -> ReplicaIndex:
+        index = self._replicas[replica] = ReplicaIndex(self, capacity)
+        self._share_memory()
+        return index
+
+    def remove(self, replica: ReplicaId) -> None:
+        self._replicas.pop(replica).clear()
+        self._share_memory()
+
+    def resize(self, replica: ReplicaId, capacity: int) -> None:
+        """The replica's KV cache turned out to hold `capacity` blocks."""
+        self._replicas[replica].capacity = capacity
+        self._share_memory()
+
+    def _share_memory(self) -> None:
+        """Equal shares; what a small replica cannot use goes to the larger ones."""
+        left = self.memory_bytes_limit
+        by_size = sorted(self._replicas.values(), key=lambda replica: replica.capacity)
+        for position, replica in enumerate(by_size):
+            share = left // (len(by_size) - position)
+            replica.max_bytes = min(share, replica.capacity * (BLOCK_BYTES + RECORD_BYTES))
+            left -= replica.max_bytes
+            replica.resize(replica.capacity)
+
+    def match_anywhere(self, blocks: Sequence[BlockHash]) -> int:
+        """Blocks of the prompt's leading run held by at least one replica."""
+        return match_length(self.copies, blocks)  # type: ignore[arg-type]
+
+    def tau(self, now: float) -> float:
+        """Residence time of a block in the fleet: mean age of the tails of full replicas."""
+        if not self._tails:
+            return DEFAULT_TAU_SECONDS
+        return max(MINIMUM_TAU_SECONDS, now - self._tail_sum / self._tails)
+
+    def hot_depth(self, blocks: Sequence[BlockHash], branches: int, now: float) -> int:
+        """Leading blocks of the prompt that at least `branches` different prompts share."""
+        points = self._branches
+        if not points:
+            return 0
+        for depth in range(self.match_anywhere(blocks), 0, -1):
+            block = blocks[depth - 1]
+            if block in points and points[block].count_at(now) >= branches:
+                return depth
+        return 0
+
+    def branched(self, blocks: Sequence[BlockHash], depth: int, now: float) -> None:
+        """A prompt left the known ones after `depth` blocks; it counts there and at all branch points before."""
+        points = self._branches
+        for block in islice(blocks, depth - 1):
+            if block in points:
+                points[block].grow(now)
+        block = blocks[depth - 1]
+        point = points.get(block)
+        if point is not None:
+            point.grow(now)
+            points.move_to_end(block)
+            return
+        points[block] = BranchPoint(now)
+        if len(points) > MAX_BRANCH_POINTS:
+            points.popitem(last=False)
+
+    # ---- called by ReplicaIndex ------------------------------------------------------------------------------------
+
+    def new_record(self, blocks: Sequence[BlockHash], now: float) -> Record:
+        self._serial += 1
+        return Record(self._serial, now, blocks, len(blocks))
+
+    def forget(self, blocks: Iterable[BlockHash]) -> None:
+        """One copy less of each; what nobody holds any more is no branch point either."""
+        copies, points = self.copies, self._branches
+        for block in blocks:
+            count = copies[block]
+            if count > 1:
+                copies[block] = count - 1
+            else:
+                del copies[block]
+                if block in points:
+                    del points[block]
+
+    def tail_moved(self, before: float | None, after: float | None) -> None:
+        if before is not None:
+            self._tails -= 1
+            self._tail_sum -= before
+        if after is not None:
+            self._tails += 1
+            self._tail_sum += after
+        if not self._tails:
+            self._tail_sum = 0.0

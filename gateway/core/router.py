@@ -1,0 +1,528 @@
+"""The facade of the core: all state, seven calls, and the theory of operation of the whole gateway.
+
+**What it does.** A replica that still holds a prompt's prefix in its KV cache answers in a twentieth of the time that
+the others need. So each prompt is hashed in blocks, the router remembers which replica was sent which blocks, and
+prices every replica for every request in one unit: seconds of wait. A warm replica is cheap until its queue costs more
+than it saves.
+
+**A request's life.** `admit` lets it in, makes it wait or sheds it; `release` says who may go on when somebody leaves.
+`decide` ranks the replicas; it is a question and changes nothing, so a retry (`exclude`), a dry run or another policy
+may ask as often as they like. `start` is a promise: its work and its blocks are booked at once, before the first byte
+leaves, so the next decision, a microsecond later, already counts them. `first_token` ends its prefill, `finish` ends
+it, exactly once. The flight knows what it booked and gives precisely that back.
+
+**The world.** Everything else arrives as facts through `observe`: replicas come and go, probes, scrapes, model lists,
+drains. Facts correct what the router booked; they never replace it, because they are late. What is not known is `None`.
+
+**What is learned.** The prefill rate of each replica and the key bytes per token of each model come from finished
+flights. Cache capacity comes from the replica. If a replica restarts, falls asleep or says five times in a row that
+nothing was cached, its part of the index is forgotten.
+
+**Rules.** No clock, no chance, no I/O, no await: time is an argument, chance is a function of the number of requests
+started. One event loop owns a router, so no call needs a lock; the simulator drives the same object in virtual time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+from gateway.core import filters
+from gateway.core.admission import Admission, Admitted, Release, Shed, Waiting
+from gateway.core.health import Health
+from gateway.core.load import Load
+from gateway.core.model import (
+    CacheCleared,
+    Decision,
+    DrainRequested,
+    Fact,
+    HealthState,
+    LoadReported,
+    LoadSnapshot,
+    ModelCard,
+    ModelsListed,
+    NoReplica,
+    Outcome,
+    OwnerGone,
+    ProbeAnswered,
+    Reason,
+    ReplicaAdded,
+    ReplicaId,
+    ReplicaRemoved,
+    ReplicaStatistics,
+    ReplicaView,
+    RouteRequest,
+    RouterStatistics,
+    Usage,
+)
+from gateway.core.ownership import Ownership
+from gateway.core.pickers import Ranking, ranked
+from gateway.core.policy import Policy, policy_named
+from gateway.core.prefix_index import PrefixIndex, ReplicaIndex
+from gateway.core.rates import BYTES_PER_TOKEN, BytesPerToken, LearnedRatio, PrefillRate
+from gateway.core.settings import RoutingSettings
+
+HOT_BRANCHES_PER_REPLICA = 3
+"""A prefix with three different continuations for each replica is worth a copy everywhere."""
+MISSES_TO_CLEAR = 5
+"""So many answers in a row without any cached token, where many were predicted, mean that the cache was emptied."""
+MISS_TOKENS = 512
+"""Predicted cached tokens below which a miss proves nothing: less than that, the engine's block alignment may eat
+it."""
+RESIZE_SHARE = 0.01
+"""Capacity in blocks follows the learned bytes per token in steps of 1 %, so that the index is not resized all the
+time."""
+
+
+class Replica:
+    """Everything the router knows about one replica."""
+
+    __slots__ = (
+        "cache_tokens",
+        "cache_tokens_known",
+        "draining",
+        "health",
+        "id",
+        "index",
+        "key_ratio",
+        "load",
+        "misses",
+        "model_ids",
+        "models",
+        "proven_at",
+        "rate",
+        "started",
+    )
+
+    def __init__(self, id: ReplicaId, index: ReplicaIndex, cache_tokens: float, prefill_rate: float) -> None:
+        self.id = id
+        self.index = index
+        self.cache_tokens = cache_tokens
+        self.cache_tokens_known = False
+        self.health = Health(id)
+        self.load = Load()
+        self.rate = PrefillRate(prefill_rate)
+        self.key_ratio = LearnedRatio(BYTES_PER_TOKEN, 0.5, 16.0)
+        """Key bytes per token over all that is sent here: turns its cache tokens into blocks."""
+        self.draining = False
+        self.models: tuple[ModelCard, ...] | None = None
+        self.model_ids: frozenset[str] = frozenset()
+        self.started = 0
+        self.misses = 0
+        self.proven_at: float | None = None
+        """When a scrape last showed that it is still the same process."""
+
+    def serves(self, model: str) -> bool:
+        return model in self.model_ids
+
+    def __repr__(self) -> str:
+        return f"<Replica {self.id} {self.health.state.value}, {self.load!r}, {self.index!r}>"
+
+
+class Flight:
+    """A request that was sent, until it ends. It gives back exactly what `Router.start` booked."""
+
+    __slots__ = (
+        "_ahead_tokens",
+        "_booking",
+        "_matched",
+        "_record",
+        "_replica",
+        "_router",
+        "cached_tokens",
+        "finished",
+        "first_token_at",
+        "request",
+        "started_at",
+    )
+
+    def __init__(self, router: Router, replica: Replica, decision: Decision, ahead_tokens: float, now: float) -> None:
+        view = decision.ranking[0][0]
+        self._router = router
+        self._replica = replica
+        self.request = decision.request
+        self.started_at = now
+        self.first_token_at: float | None = None
+        self.finished = False
+        self.cached_tokens = view.cached_tokens
+        """Predicted."""
+        self._ahead_tokens = ahead_tokens
+        uncached = view.prompt_tokens - view.cached_tokens
+        self._booking = replica.load.book(view.prompt_tokens, uncached, now)
+        self._matched, self._record = replica.index.touch(decision.request.blocks, now)
+
+    @property
+    def replica(self) -> ReplicaId:
+        return self._replica.id
+
+    def __repr__(self) -> str:
+        state = "finished" if self.finished else "decoding" if self.first_token_at is not None else "in prefill"
+        return f"<Flight to {self._replica.id}, {state}, since {self.started_at:.3f}>"
+
+    def first_token(self, now: float) -> None:
+        """The first byte of output came: prefill is done. Repeating it changes nothing."""
+        if self.first_token_at is None and not self.finished:
+            self.first_token_at = now
+            self._replica.load.prefilled(self._booking, now)
+
+    def finish(self, outcome: Outcome, now: float, usage: Usage | None = None) -> None:
+        """The request ended. Exactly once; a second call is a bug of the caller, and changes nothing."""
+        assert not self.finished, f"{self!r} was finished twice"
+        if self.finished:
+            return
+        self.finished = True
+        self._replica.load.release(self._booking, now, ran=outcome is Outcome.COMPLETED)
+        if self._record is not None:
+            if self.first_token_at is None and outcome is Outcome.FAILED:
+                self._replica.index.take_back(self._record, self._matched)
+            self._record = None
+        self._router.settle(self, self._replica, outcome, now, usage)
+
+    def learn_rate(self, usage: Usage | None) -> None:
+        """What the time to first token says about the replica's speed, with the replica's own counts where it gave
+        them."""
+        if self.first_token_at is None:
+            return
+        own = self._booking.uncached_tokens
+        if usage is not None and usage.prompt_tokens is not None and usage.cached_tokens is not None:
+            own = float(usage.prompt_tokens - usage.cached_tokens)
+        self._replica.rate.learn_flight(own, self._ahead_tokens, self.first_token_at - self.started_at)
+
+
+class Router:
+    """See the module. `seed` varies only how ties are broken."""
+
+    def __init__(self, settings: RoutingSettings, seed: int = 0) -> None:
+        self._settings = settings
+        self._seed = seed
+        self._policy = policy_named(settings.policy)
+        self._replicas: dict[ReplicaId, Replica] = {}
+        self._index = PrefixIndex(settings.index_memory_mib * 1024 * 1024)
+        self._bytes_per_token = BytesPerToken()
+        self._admission = Admission(settings.max_in_flight, settings.max_waiting, settings.max_wait_seconds)
+        self._ownership = Ownership()
+        self._started = 0
+        self._in_flight = 0
+
+    def __repr__(self) -> str:
+        return f"<Router {self._policy.name}: {len(self._replicas)} replicas, {self._admission!r}, {self._index!r}>"
+
+    # ---- the seven calls (two are the flight's) --------------------------------------------------------------------
+
+    def observe(self, fact: Fact, now: float) -> None:
+        """The world changed. Facts about replicas that are not there (any more) are ignored."""
+        if isinstance(fact, ReplicaAdded):
+            self._add(fact)
+            return
+        replica = self._replicas.get(fact.replica)
+        if replica is None:
+            return
+        match fact:
+            case LoadReported(snapshot=snapshot):
+                self._load_reported(replica, snapshot, now)
+            case ProbeAnswered(ok=ok, reason=reason):
+                was_ejected = replica.health.state is HealthState.EJECTED
+                if replica.health.probe(ok, reason, now) and was_ejected:
+                    self._returned(replica)
+            case ModelsListed(models=models):
+                replica.models = models
+                replica.model_ids = frozenset(card.id for card in models)
+                replica.health.heard(now)
+            case DrainRequested(draining=draining):
+                replica.draining = draining
+            case CacheCleared():
+                self._clear(replica)
+            case ReplicaRemoved():
+                del self._replicas[replica.id]
+                self._index.remove(replica.id)
+
+    def admit(self, request: RouteRequest, now: float) -> Admitted | Waiting | Shed:
+        """May it be decided now? The ticket's `leave` must be called in the end, whatever the answer."""
+        prefill_seconds = 0.0
+        if self._admission.is_crowded:
+            ratio = self._bytes_per_token.of(request.model, request.space)
+            held = self._index.match_anywhere(request.blocks) * self._settings.block_bytes
+            prefill_seconds = (request.length - held) / ratio / self._typical_rate()
+        return self._admission.admit(request, prefill_seconds, now)
+
+    def decide(
+        self, request: RouteRequest, now: float, exclude: Collection[ReplicaId] = (), policy: str | Policy | None = None
+    ) -> Decision:
+        """Rank the replicas that may serve the request, without those in `exclude` (they were tried). Changes nothing.
+
+        Raises `UnknownModel`, `OwnerGone` (a pinned request) or `NoReplica`.
+        """
+        chosen = self._policy if policy is None else policy_named(policy) if isinstance(policy, str) else policy
+        if request.pinned is not None:
+            candidates = [self._owner_of(request.pinned, now, exclude)]
+        else:
+            candidates = self._candidates(request, now, exclude)
+        views = self._views(candidates, request, now, chosen.reads_cache)
+        draw = self._seed + self._started
+        ranking = ranked(views, chosen.costs(request, views, draw), draw, chosen.margin)
+        return Decision(request, chosen.name, reason_of(request, ranking), ranking)
+
+    def release(self, now: float) -> Release:
+        """Waiting requests that may be decided now, those that waited too long, and when to ask again."""
+        return self._admission.release(now)
+
+    def start(self, decision: Decision, now: float) -> Flight:
+        """The request is being sent to `decision.replica`: book its work and its blocks.
+
+        Raises `NoReplica` if that replica was removed since.
+        """
+        replica = self._replicas.get(decision.replica)
+        if replica is None:
+            raise NoReplica("The chosen replica was removed.")
+        self._started += 1
+        self._in_flight += 1
+        replica.started = self._started
+        if replica.health.state is HealthState.EJECTED:
+            replica.health.flight_started()
+        ahead = replica.load.pending_tokens(now, replica.rate.value)
+        return Flight(self, replica, decision, ahead, now)
+
+    # ---- questions -------------------------------------------------------------------------------------------------
+
+    def owner(self, id: str) -> ReplicaId | None:
+        """The replica that keeps the stored response `id`."""
+        return self._ownership.owner(id)
+
+    def own(self, id: str, replica: ReplicaId) -> None:
+        """`replica` has stored a response under `id`."""
+        self._ownership.own(id, replica)
+
+    def models(self) -> tuple[ModelCard, ...]:
+        """What the fleet serves now: each model once, by id; its smallest context and earliest creation."""
+        merged: dict[str, ModelCard] = {}
+        for replica in sorted(self._replicas.values(), key=lambda replica: replica.id):
+            if replica.health.state is HealthState.UP and not replica.draining:
+                for card in replica.models or ():
+                    known = merged.get(card.id)
+                    merged[card.id] = card if known is None else merge(known, card)
+        return tuple(merged[id] for id in sorted(merged))
+
+    def statistics(self, now: float) -> RouterStatistics:
+        open_to_all = {replica.id for replica in self._open(now)}
+        return RouterStatistics(
+            replicas=tuple(
+                self._describe(replica, replica.id in open_to_all, now) for replica in self._replicas.values()
+            ),
+            in_flight=self._in_flight,
+            waiting=self._admission.waiting,
+            index_blocks=len(self._index),
+            index_capacity_blocks=self._index.capacity,
+            started=self._started,
+            bytes_per_token=self._bytes_per_token.statistics(),
+        )
+
+    # ---- called by flights -----------------------------------------------------------------------------------------
+
+    def settle(self, flight: Flight, replica: Replica, outcome: Outcome, now: float, usage: Usage | None) -> None:
+        """Learn from a flight that ended. A replica removed meanwhile is updated in vain, harmlessly."""
+        self._in_flight -= 1
+        health = replica.health
+        if outcome is Outcome.COMPLETED:
+            if health.flight_completed(flight.started_at, now):
+                self._returned(replica)
+            replica.load.accepted()
+            flight.learn_rate(usage)
+            if usage is not None:
+                self._learn_usage(flight, replica, usage)
+        elif outcome is Outcome.FAILED:
+            health.flight_failed(flight.started_at, now)
+        else:
+            health.flight_ended()
+            if outcome is Outcome.REFUSED:
+                replica.load.refused(now)
+
+    # ---- inside ----------------------------------------------------------------------------------------------------
+
+    def _add(self, fact: ReplicaAdded) -> None:
+        if fact.replica in self._replicas:
+            return
+        tokens = float(self._settings.default_cache_tokens)
+        index = self._index.add(fact.replica, self._blocks(tokens, BYTES_PER_TOKEN))
+        rate = fact.prefill_rate or self._settings.default_prefill_rate
+        self._replicas[fact.replica] = Replica(fact.replica, index, tokens, rate)
+
+    def _blocks(self, tokens: float, bytes_per_token: float) -> int:
+        return max(1, int(tokens * bytes_per_token / self._settings.block_bytes))
+
+    def _fit_index(self, replica: Replica) -> None:
+        """The index of a replica holds what its KV cache holds."""
+        blocks = self._blocks(replica.cache_tokens, replica.key_ratio.value)
+        if abs(blocks - replica.index.capacity) > RESIZE_SHARE * replica.index.capacity:
+            self._index.resize(replica.id, blocks)
+
+    def _clear(self, replica: Replica) -> None:
+        replica.index.clear()
+        replica.misses = 0
+
+    def _returned(self, replica: Replica) -> None:
+        """Back from ejection: cold, unless a scrape since then showed that it is the same process."""
+        if replica.proven_at is None or replica.proven_at < replica.health.ejected_at:
+            self._clear(replica)
+
+    def _load_reported(self, replica: Replica, snapshot: LoadSnapshot, now: float) -> None:
+        last = replica.load.snapshot
+        if last is not None and snapshot.taken_at < last.taken_at:
+            return
+        if last is not None and is_restart(last, snapshot):
+            self._clear(replica)
+            replica.proven_at = None
+        elif last is not None and last.started_at is not None and last.started_at == snapshot.started_at:
+            replica.proven_at = now
+        replica.load.report(snapshot)
+        replica.health.heard(now)
+        if snapshot.asleep is not None:
+            was_asleep = replica.health.state is HealthState.ASLEEP
+            if replica.health.sleep(snapshot.asleep, now) and (snapshot.asleep or was_asleep):
+                self._clear(replica)  # sleep discards the KV cache
+        if snapshot.cache_tokens is not None and snapshot.cache_tokens > 0:
+            replica.cache_tokens = float(snapshot.cache_tokens)
+            replica.cache_tokens_known = True
+            self._fit_index(replica)
+
+    def _learn_usage(self, flight: Flight, replica: Replica, usage: Usage) -> None:
+        request = flight.request
+        if usage.prompt_tokens is not None:
+            self._bytes_per_token.learn(request.model, request.space, request.length, usage.prompt_tokens)
+            if usage.prompt_tokens > 0 and request.length > self._settings.block_bytes:
+                replica.key_ratio.learn(request.length / usage.prompt_tokens)
+                self._fit_index(replica)
+        if usage.cached_tokens is None or flight.cached_tokens < MISS_TOKENS:
+            return
+        replica.misses = 0 if usage.cached_tokens else replica.misses + 1
+        if replica.misses >= MISSES_TO_CLEAR:
+            self._clear(replica)
+
+    def _typical_rate(self) -> float:
+        rates = [replica.rate.value for replica in self._replicas.values()]
+        return sum(rates) / len(rates) if rates else self._settings.default_prefill_rate
+
+    def _owner_of(self, pinned: ReplicaId, now: float, exclude: Collection[ReplicaId]) -> Replica:
+        replica = self._replicas.get(pinned)
+        if replica is None or pinned in exclude:
+            raise OwnerGone(pinned)
+        health = replica.health
+        if health.state is HealthState.ASLEEP or (health.state is HealthState.EJECTED and now < health.retry_at):
+            raise OwnerGone(pinned)
+        return replica
+
+    def _open(self, now: float) -> list[Replica]:
+        return filters.available(filters.accepting(self._replicas.values()), now)
+
+    def _candidates(self, request: RouteRequest, now: float, exclude: Collection[ReplicaId]) -> list[Replica]:
+        serving = filters.serving(list(self._replicas.values()), request.model)
+        candidates = filters.available(filters.accepting(serving), now)
+        if exclude:
+            candidates = [replica for replica in candidates if replica.id not in exclude]
+            if not candidates:  # the better tier was tried: whoever is left
+                candidates = [replica for replica in filters.accepting(serving) if replica.id not in exclude]
+        if not candidates:
+            raise NoReplica("No replica can serve this request at the moment.")
+        return candidates
+
+    def _views(
+        self, candidates: Sequence[Replica], request: RouteRequest, now: float, reads_cache: bool
+    ) -> list[ReplicaView]:
+        blocks = request.blocks
+        ratio = self._bytes_per_token.of(request.model, request.space)
+        block_tokens = self._settings.block_bytes / ratio
+        prompt_tokens = request.length / ratio
+        hot, tau = 0, 0.0
+        if reads_cache and blocks:
+            hot = self._index.hot_depth(blocks, HOT_BRANCHES_PER_REPLICA * len(self._replicas), now)
+            tau = self._index.tau(now)
+        views = []
+        foreign_known: list[float] = []
+        for replica in candidates:
+            load, index = replica.load, replica.index
+            matched = index.match(blocks) if blocks else 0
+            loss = 0.0
+            if reads_cache and index.tail_at is not None:
+                loss = index.eviction_loss(len(blocks) - matched, now, tau) * block_tokens
+            rate = replica.rate.value
+            foreign = load.foreign_requests(now)
+            if foreign is not None:
+                foreign_known.append(foreign)
+            views.append(
+                ReplicaView(
+                    replica.id,
+                    prompt_tokens,
+                    min(matched * block_tokens, prompt_tokens),
+                    load.pending_tokens(now, rate),
+                    load.in_flight,
+                    load.in_flight_tokens,
+                    -1.0 if foreign is None else foreign,
+                    load.kv_usage(now),
+                    replica.cache_tokens,
+                    rate,
+                    loss,
+                    (hot - matched) * block_tokens if hot > matched else 0.0,
+                    replica.started,
+                    load.residence_seconds,
+                )
+            )
+        if len(foreign_known) < len(views):
+            return with_foreign_guessed(views, foreign_known)
+        return views
+
+    def _describe(self, replica: Replica, available: bool, now: float) -> ReplicaStatistics:
+        load, snapshot = replica.load, replica.load.snapshot
+        return ReplicaStatistics(
+            replica=replica.id,
+            health=replica.health.state,
+            draining=replica.draining,
+            available=available,
+            models=replica.models or (),
+            in_flight=load.in_flight,
+            in_flight_tokens=load.in_flight_tokens,
+            pending_tokens=load.pending_tokens(now, replica.rate.value),
+            prefill_rate=replica.rate.value,
+            cache_tokens=replica.cache_tokens,
+            cache_tokens_known=replica.cache_tokens_known,
+            index_blocks=len(replica.index),
+            load=snapshot,
+            load_age=None if snapshot is None else now - snapshot.taken_at,
+            last_failure=replica.health.last_failure,
+        )
+
+
+def with_foreign_guessed(views: Sequence[ReplicaView], known: Sequence[float]) -> list[ReplicaView]:
+    """Where foreign requests are unknown, the mean of the others stands in: silence is neither idle nor full."""
+    mean = sum(known) / len(known) if known else 0.0
+    return [view._replace(foreign_requests=mean) if view.foreign_requests < 0 else view for view in views]
+
+
+def is_restart(last: LoadSnapshot, new: LoadSnapshot) -> bool:
+    """Another start time, or a counter that runs backwards."""
+    if last.started_at is not None and new.started_at is not None and last.started_at != new.started_at:
+        return True
+    pairs = ((last.prefix_queries, new.prefix_queries), (last.prefix_hits, new.prefix_hits))
+    return any(before is not None and after is not None and after < before for before, after in pairs)
+
+
+def merge(one: ModelCard, other: ModelCard) -> ModelCard:
+    """The same model on two replicas: promise the smaller context, show the earlier creation."""
+    lengths = [card.max_model_len for card in (one, other) if card.max_model_len is not None]
+    return ModelCard(
+        id=one.id,
+        created=min(one.created, other.created),
+        owned_by=one.owned_by,
+        root=one.root,
+        parent=one.parent,
+        max_model_len=min(lengths, default=None),
+    )
+
+
+def reason_of(request: RouteRequest, ranking: Ranking) -> Reason:
+    """Why the first of the ranking is first, as seen from the cache."""
+    if request.pinned is not None:
+        return Reason.PINNED
+    if len(ranking) == 1:
+        return Reason.ONLY
+    longest = max(view.cached_tokens for view, _ in ranking)
+    if longest <= 0:
+        return Reason.COLD
+    return Reason.WARM if ranking[0][0].cached_tokens >= longest else Reason.SPILLED
