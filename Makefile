@@ -21,6 +21,10 @@ run: install
 test: install
 	$(BIN)/python -m pytest
 
+test-vllm: install
+	PYTHON=$(PYTHON) sh tests/vllm/install.sh $(VLLM_VENV) .cache/tiny-model
+	VLLM_VENV=$(VLLM_VENV) $(BIN)/python -m pytest -m vllm tests/vllm
+
 check: install
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .

@@ -77,7 +77,7 @@ class Worker:
         self.environment = dict(environment)
         self.url = url
         self.name = name
-        self._output = output
+        self.output = output
         self._process: Process | None = None
         self._watchdog: Process | None = None
         self._leash: int | None = None
@@ -226,7 +226,7 @@ class Worker:
                 self._say(text)
 
     def _say(self, text: str) -> None:
-        output = self._output or sys.stderr
+        output = self.output or sys.stderr
         try:
             output.write(f"{self.name} | {text}\n")
             output.flush()

@@ -320,6 +320,22 @@ async def test_output_of_any_length_and_any_bytes_passes() -> None:
     assert lines[-3:] == ["r1 | bar 10%", "r1 | bar 100%", "r1 | bad � byte"]
 
 
+async def test_the_embedded_preset_is_a_replica_that_answers() -> None:
+    preset, port = presets.load("embedded"), free_port()
+    command = command_line(preset, port=port)
+    worker = Worker(
+        command.argv, command.environment, base_url("127.0.0.1", port), name="embedded", output=io.StringIO()
+    )
+    await worker.start()
+    try:
+        await worker.wait_ready(DEADLINE_SECONDS)
+        async with httpx.AsyncClient(trust_env=False) as client:
+            models = (await client.get(f"{worker.url}/v1/models")).json()["data"]
+        assert [model["id"] for model in models] == [preset.model_name]
+    finally:
+        await worker.stop()
+
+
 # ---- the foreground command ----------------------------------------------------------------------------------------
 
 

@@ -1,0 +1,56 @@
+"""A real replica dies: its streams end with an error, the other one serves everybody else, and it is taken back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from tests.vllm.conftest import Fleet, wait_until
+
+pytestmark = pytest.mark.vllm
+
+
+@pytest.fixture
+def gateway(vllm_fleet: Fleet) -> Iterator[openai.OpenAI]:
+    url = f"{vllm_fleet.gateway}/v1"
+    with openai.OpenAI(base_url=url, api_key="unused", max_retries=0, timeout=120.0) as client:
+        yield client
+
+
+def ask(gateway: openai.OpenAI, text: str) -> str:
+    """Where the request went; raises when it failed."""
+    messages: Any = [{"role": "user", "content": text}]
+    raw = gateway.chat.completions.with_raw_response.create(model="tiny", messages=messages, max_tokens=2)
+    assert raw.parse().choices[0].finish_reason == "length"
+    return raw.headers["x-warmlane-replica"]
+
+
+def test_a_killed_replica_is_survived_and_taken_back(
+    gateway: openai.OpenAI, vllm_fleet: Fleet, vllm_replica: str
+) -> None:
+    victim = next(url for url in vllm_fleet.replicas if url != vllm_replica)
+    texts = [f"Story {number}: " + f"word{number} " * 1_000 for number in range(8)]
+    warm_there = [text for text in texts if ask(gateway, text) == victim]
+    assert warm_there
+
+    messages: Any = [{"role": "user", "content": warm_there[0]}]
+    stream = gateway.chat.completions.create(model="tiny", messages=messages, max_tokens=12_000, stream=True)
+    assert stream.response.headers["x-warmlane-replica"] == victim
+    events = iter(stream)
+    next(events)
+    vllm_fleet.kill(victim)
+    with pytest.raises((openai.APIError, httpx.TransportError)):
+        list(events)
+
+    assert {ask(gateway, text) for text in texts} == {vllm_replica}
+    assert [model.id for model in gateway.models.list()] == ["tiny"]
+    wait_until(lambda: not vllm_fleet.is_up(victim), "the gateway noticed")
+    assert httpx.get(f"{vllm_fleet.gateway}/ready", trust_env=False).status_code == 200
+
+    vllm_fleet.restart(victim)
+    fresh = iter(range(1_000))
+    wait_until(lambda: ask(gateway, f"Fresh {next(fresh)} " * 50) == victim, "it gets requests again")
