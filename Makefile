@@ -30,5 +30,8 @@ check: install
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+bench: install
+	$(BIN)/python -m loadtests.bench.run $(BENCH)
+
 clean:
 	rm -rf $(VENV) $(VLLM_VENV) build dist *.egg-info
