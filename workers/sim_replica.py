@@ -16,12 +16,13 @@ from functools import partial
 import uvicorn
 
 from workers.engine_model import EngineSettings
-from workers.sim import chat, completions
+from workers.sim import chat, completions, messages, pooling
 from workers.sim.control import Control
 from workers.sim.errors import ApiError
 from workers.sim.exchange import ClientLeft, Exchange, Receive, Scope, Send
 from workers.sim.generation import Generator
 from workers.sim.metrics import Metrics
+from workers.sim.responses import Responses
 from workers.sim.service import EngineService, RunAborted
 from workers.sim.settings import ReplicaSettings
 
@@ -29,6 +30,9 @@ GUARDED_PREFIXES = ("/v1", "/v2", "/inference", "/cohere")
 """What vLLM's `--api-key` guards; everything else stays open."""
 SHUTDOWN_SECONDS = 1
 """How long requests in flight may go on after SIGTERM. vLLM's default is 0, but leaves their clients hanging."""
+
+RESPONSE_PREFIX = "/v1/responses/"
+"""The one family of paths with a variable part."""
 
 Handler = Callable[[Exchange], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
@@ -74,7 +78,11 @@ class SimReplica:
             await exchange.answer(405, b'{"detail":"Method Not Allowed"}', extra=((b"allow", allow),))
 
     def _find(self, path: str) -> Mapping[str, Handler] | None:
-        return self._routes.get(path)
+        methods = self._routes.get(path)
+        if methods is None and path.startswith(RESPONSE_PREFIX):
+            rest = path[len(RESPONSE_PREFIX) :]
+            methods = self._routes.get(RESPONSE_PREFIX + "{id}" + rest[rest.find("/") :] * ("/" in rest))
+        return methods
 
     async def _answer_unknown(self, exchange: Exchange) -> None:
         path = exchange.path
@@ -90,6 +98,7 @@ def _routes(settings: ReplicaSettings, service: EngineService) -> dict[str, Mapp
     generator = Generator(settings, service)
     control = Control(generator)
     metrics = Metrics(service)
+    responses = Responses(generator)
     chat_serve, completions_serve = partial(chat.serve, generator), partial(completions.serve, generator)
     routes: dict[str, Mapping[str, Handler]] = {
         "/health": {"GET": control.health},
@@ -102,8 +111,20 @@ def _routes(settings: ReplicaSettings, service: EngineService) -> dict[str, Mapp
         "/tokenize": {"POST": control.tokenize},
         "/detokenize": {"POST": control.detokenize},
         "/v1/chat/completions": {"POST": chat_serve},
+        "/invocations": {"POST": chat_serve},
         "/v1/completions": {"POST": completions_serve},
+        "/v1/messages": {"POST": partial(messages.serve, generator)},
+        "/v1/messages/count_tokens": {"POST": partial(messages.count_tokens, generator)},
+        "/v1/responses": {"POST": responses.create},
+        "/v1/responses/{id}": {"GET": responses.retrieve},
+        "/v1/responses/{id}/cancel": {"POST": responses.cancel},
     }
+    if settings.pooling:
+        routes["/v1/embeddings"] = {"POST": partial(pooling.embed, generator)}
+        for prefix in ("", "/v1", "/v2"):
+            routes[f"{prefix}/rerank"] = {"POST": partial(pooling.rerank, generator)}
+        for prefix in ("", "/v1"):
+            routes[f"{prefix}/score"] = {"POST": partial(pooling.score, generator)}
     if settings.dev_mode:
         routes |= {
             "/sleep": {"POST": control.sleep},

@@ -27,8 +27,8 @@ from with into over under after of to in on at by for it they we you this that t
 WORDS = tuple(word for word in VOCABULARY.split() if len(word) <= 5)
 """Every word is one token with its leading space."""
 SENTENCE_WORDS = 11
-SHORTEST_TOKENS, LONGEST_TOKENS = 24, 160
-"""Answers to open questions end by themselves somewhere between: a chat turn, short enough to keep tests quick."""
+FEWEST_SENTENCES, MOST_SENTENCES = 2, 13
+"""Answers to open questions end by themselves: a chat turn of 24 to 156 tokens, short enough to keep tests quick."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +75,7 @@ def compose(wish: Wish, seed: int) -> Answer:
         pieces = tokenizer.split(msgspec.json.encode(example(wish.schema)).decode())
         return _cut(wish, pieces, opening)
     random = Random(seed)
-    natural = random.randint(SHORTEST_TOKENS, LONGEST_TOKENS)
+    natural = random.randint(FEWEST_SENTENCES, MOST_SENTENCES) * (SENTENCE_WORDS + 1)
     length = wish.max_tokens if wish.ignore_eos else min(wish.max_tokens, max(natural, wish.min_tokens))
     pieces = _prose(random, length)
     return _cut(wish, pieces, [], ended=not wish.ignore_eos and length >= natural)

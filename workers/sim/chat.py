@@ -174,17 +174,23 @@ def call_id() -> str:
     return f"chatcmpl-tool-{token_hex(8)}"
 
 
+def unparsed_text(answer: Answer) -> str:
+    """What the model wrote, as vLLM shows it when there is no call, or one that was cut short and cannot be parsed."""
+    return answer.text if answer.call is None else templates.call_opening(answer.call) + answer.text
+
+
 def message_of(answer: Answer) -> dict[str, Any]:
+    called = answer.call is not None and answer.finish_reason == "stop"
     message: dict[str, Any] = {
         "role": "assistant",
-        "content": answer.text if answer.call is None else "",
+        "content": "" if called else unparsed_text(answer),
         "refusal": None,
         "annotations": None,
         "audio": None,
         "function_call": None,
         "reasoning": None,
     }
-    if answer.call is not None:
+    if called:
         function = {"name": answer.call, "arguments": answer.text}
         message["tool_calls"] = [{"id": call_id(), "type": "function", "function": function}]
     return message

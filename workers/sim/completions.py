@@ -32,7 +32,7 @@ class CompletionJob:
 
 def prepare(generator: Generator, body: dict[str, Any]) -> CompletionJob:
     values = fields.check(body, KINDS)
-    raw = _raw_prompts(body.get("prompt"))
+    raw = raw_prompts(body.get("prompt"))
     generator.require_model(values.get("model"))
     wanted = sampling.read(values, generator.settings.context_tokens, DEFAULT_MAX_TOKENS)
     if "logprobs" in values:
@@ -40,12 +40,12 @@ def prepare(generator: Generator, body: dict[str, Any]) -> CompletionJob:
     prompts = []
     for item in raw:
         exact = not isinstance(item, str)
-        tokens = tokenizer.encode(item) if isinstance(item, str) else _token_ids(item)
+        tokens = tokenizer.encode(item) if isinstance(item, str) else token_ids(item)
         prompts.append(generator.prompt(tokens, wanted, exact))
     return CompletionJob(tuple(prompts), wanted, values.get("echo", False))
 
 
-def _raw_prompts(prompt: Any) -> list[str | list[int]]:
+def raw_prompts(prompt: Any) -> list[str | list[int]]:
     """The prompts of whichever of the four forms."""
     if prompt is None or prompt == "":
         raise parameter_error("Either prompt or prompt_embeds must be provided and non-empty.", "prompt")
@@ -75,7 +75,7 @@ def _wrong(kind: str, where: str, value: Any) -> Fault:
     return Fault(f"{kind}_type", where, f"Input should be a valid {kind}", value)
 
 
-def _token_ids(ids: list[int]) -> array[int]:
+def token_ids(ids: list[int]) -> array[int]:
     worst = max(ids, default=0)
     if worst >= tokenizer.VOCABULARY_SIZE:
         raise ApiError(400, f"Token id {worst} is out of vocabulary")
