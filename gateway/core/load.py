@@ -13,6 +13,7 @@ zero.
 from __future__ import annotations
 
 from collections import deque
+from math import exp2
 
 from gateway.core.model import LoadSnapshot
 
@@ -61,6 +62,7 @@ class Load:
         "_pending_tokens",
         "_refusals",
         "_refusing_until",
+        "_stale_seconds",
         "in_flight",
         "in_flight_tokens",
         "residence_seconds",
@@ -78,6 +80,7 @@ class Load:
         self._foreign: float | None = None
         self._interval = ASSUMED_INTERVAL_SECONDS
         self._ends: deque[float] = deque(maxlen=RECENT_ENDS)
+        self._stale_seconds = STALE_INTERVALS * ASSUMED_INTERVAL_SECONDS
         self._refusals = 0
         self._refusing_until = 0.0
 
@@ -119,7 +122,7 @@ class Load:
         if self._pending:
             head = next(iter(self._pending)).uncached_tokens
             done = (now - self._head_since) * prefill_rate
-            pending = self._pending_tokens - (head if done > head else max(0.0, done))
+            pending = max(0.0, self._pending_tokens - (head if done > head else max(0.0, done)))
         if self._refusing_until > now:
             pending += (self._refusing_until - now) * prefill_rate
         return pending
@@ -143,6 +146,7 @@ class Load:
             if gap < 0:
                 return
             self._interval += 0.3 * (min(gap, 60.0) - self._interval)
+            self._stale_seconds = max(MINIMUM_STALE_SECONDS, STALE_INTERVALS * self._interval)
         self.snapshot = snapshot
         if snapshot.running is None:
             self._foreign = None
@@ -150,22 +154,15 @@ class Load:
         booked = self.in_flight + sum(1 for end in self._ends if end > snapshot.taken_at)
         self._foreign = max(0.0, snapshot.running + (snapshot.waiting or 0) - booked)
 
-    def is_fresh(self, now: float) -> bool:
+    def scraped(self, now: float) -> tuple[float | None, float | None]:
+        """Requests of others there, faded, and KV usage; `None` where no fresh snapshot tells."""
         snapshot = self.snapshot
-        if snapshot is None:
-            return False
-        return now - snapshot.taken_at <= max(MINIMUM_STALE_SECONDS, STALE_INTERVALS * self._interval)
-
-    def foreign_requests(self, now: float) -> float | None:
-        """Requests of others there, faded; `None` when no fresh snapshot tells."""
         refusing = REFUSING_AS_REQUESTS if self._refusing_until > now else 0.0
+        if snapshot is None or now - snapshot.taken_at > self._stale_seconds:
+            return refusing or None, None
         foreign = self._foreign
-        if foreign is None or self.snapshot is None or not self.is_fresh(now):
-            return refusing or None
+        if foreign is None:
+            return refusing or None, snapshot.kv_usage
         if foreign:
-            foreign *= 0.5 ** (max(0.0, now - self.snapshot.taken_at) / FOREIGN_HALF_LIFE_SECONDS)
-        return foreign + refusing
-
-    def kv_usage(self, now: float) -> float | None:
-        snapshot = self.snapshot
-        return snapshot.kv_usage if snapshot is not None and self.is_fresh(now) else None
+            foreign *= exp2((snapshot.taken_at - now) / FOREIGN_HALF_LIFE_SECONDS)
+        return foreign + refusing, snapshot.kv_usage

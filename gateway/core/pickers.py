@@ -8,45 +8,43 @@ spreads evenly, and no rhythm in the traffic can line up with it.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from operator import itemgetter
 
 from xxhash import xxh3_64_intdigest
 
 from gateway.core.model import Cost, ReplicaView
 
 Ranking = tuple[tuple[ReplicaView, Cost], ...]
+Row = tuple[ReplicaView, Cost]
 
 
 def ranked(views: Sequence[ReplicaView], costs: Sequence[Cost], draw: int, margin: float = 0.0) -> Ranking:
-    """Candidates in order of cost. Those within `margin` (a share of the lowest cost) of the best count as tied with
-    it."""
-    if len(views) == 1:
-        return ((views[0], costs[0]),)
-    keys = [(cost.total, view.in_flight) for view, cost in zip(views, costs, strict=True)]
-    order = sorted(range(len(keys)), key=keys.__getitem__)
-    best = keys[order[0]]
-    if keys[order[1]][0] <= best[0] * (1.0 + margin):
-        order = _settled(order, keys, views, draw, best[0] * (1.0 + margin))
-    return tuple([(views[i], costs[i]) for i in order])
+    """Candidates in order of cost. Those within `margin` (a share of the lowest cost) of the best are tied with it."""
+    rows = sorted(zip(views, costs, strict=True), key=total_of)
+    if len(rows) > 1:
+        limit = rows[0][1].total * (1.0 + margin)
+        if rows[1][1].total <= limit:
+            count = next((i for i, row in enumerate(rows) if row[1].total > limit), len(rows))
+            rows[:count] = settled(rows[:count], draw)
+    return tuple(rows)
 
 
-def _settled(
-    order: list[int], keys: list[tuple[float, int]], views: Sequence[ReplicaView], draw: int, limit: float
-) -> list[int]:
-    """The same order with its tied head sorted by requests in flight, then by draw."""
-    tied = [i for i in order if keys[i][0] <= limit]
-    fewest = min(keys[i][1] for i in tied)
-    drawn = shuffled([i for i in tied if keys[i][1] == fewest], [views[i].replica for i in range(len(views))], draw)
-    rest = sorted((i for i in tied if keys[i][1] != fewest), key=lambda i: (keys[i][1], keys[i][0]))
-    return drawn + rest + order[len(tied) :]
+def total_of(row: Row) -> float:
+    return row[1].total
 
 
-def shuffled(positions: list[int], names: Sequence[str], draw: int) -> list[int]:
-    """Positions in an order drawn without memory: draws n*k to n*k + n - 1 put each of n positions first once."""
-    count = len(positions)
-    if count == 1:
-        return positions
-    turn, offset = divmod(draw, count)
-    hashed = sorted((xxh3_64_intdigest(names[i].encode(), turn), i) for i in positions)
-    order = list(map(itemgetter(1), hashed))
+def settled(tied: list[Row], draw: int) -> list[Row]:
+    """Tied rows by requests in flight, those with the fewest in drawn order."""
+    fewest = min([view.in_flight for view, _ in tied])
+    drawn = shuffled([row for row in tied if row[0].in_flight == fewest], draw)
+    if len(drawn) == len(tied):
+        return drawn
+    return drawn + sorted([row for row in tied if row[0].in_flight > fewest], key=lambda row: row[0].in_flight)
+
+
+def shuffled(rows: list[Row], draw: int) -> list[Row]:
+    """Rows in a drawn order: draws n*k to n*k + n - 1 put each of n rows first once, in a new order for each k."""
+    if len(rows) == 1:
+        return rows
+    turn, offset = divmod(draw, len(rows))
+    order = sorted(rows, key=lambda row: xxh3_64_intdigest(row[0].replica.encode(), turn))
     return order[offset:] + order[:offset]

@@ -174,37 +174,54 @@ class CacheCost:
     """Each request beyond 1.5 times the mean plus 4 counts as 2,000 tokens: 64 identical prompts do not stay on one."""
 
     def costs(self, request: RouteRequest, views: Sequence[ReplicaView], draw: int) -> list[Cost]:
-        a = self.a
+        a, in_flight_tokens, foreign_tokens = self.a, self.in_flight_tokens, self.foreign_tokens
         crowd_limit = scorers.crowd_requests(views, self.crowd_factor, self.crowd_slack)
         usages = scorers.known_kv_usage(views)
         costs = []
         for view, usage in zip(views, usages, strict=True):
-            rate = view.prefill_rate
-            queue = scorers.queue_seconds(view)
+            rate, in_flight, foreign = view.prefill_rate, view.in_flight, view.foreign_requests
+            queue = view.pending_tokens / rate
             prefill = a * (view.prompt_tokens - view.cached_tokens) / rate
-            evicted = a * view.eviction_loss / rate
-            shared = (1.0 - a) * view.hot_missing_tokens / rate
-            kv = max(0.0, scorers.kv_wait_seconds(view, self.kv_weight) - queue)
-            pressure = scorers.kv_usage_seconds(usage, self.kv_threshold, self.kv_full_seconds)
-            requests = (self.in_flight_tokens * view.in_flight + self.foreign_tokens * view.foreign_requests) / rate
-            excess = view.in_flight + view.foreign_requests - crowd_limit
-            crowd = self.crowd_tokens * excess / rate if excess > 0 else 0.0
-            costs.append(
-                Cost(
-                    queue + prefill + evicted + shared + kv + pressure + requests + crowd,
-                    (
-                        ("queue", queue),
-                        ("prefill", prefill),
-                        ("evicted", evicted),
-                        ("shared", shared),
-                        ("kv", kv),
-                        ("pressure", pressure),
-                        ("requests", requests),
-                        ("crowd", crowd),
-                    ),
-                )
+            requests = (in_flight_tokens * in_flight + foreign_tokens * foreign) / rate
+            total = queue + prefill + requests
+            # Most parts are nothing most of the time: then the pair is a constant, and no function is called.
+            evicted, shared, kv, pressure, crowd = NOT_EVICTED, NOT_SHARED, NO_KV, NO_PRESSURE, NO_CROWD
+            if view.eviction_loss:
+                total += (seconds := a * view.eviction_loss / rate)
+                evicted = ("evicted", seconds)
+            if view.hot_missing_tokens:
+                total += (seconds := (1.0 - a) * view.hot_missing_tokens / rate)
+                shared = ("shared", seconds)
+            if (overflow := scorers.kv_overflow_tokens(view)) > 0:
+                seconds = self.kv_weight * scorers.kv_wait_seconds(view, overflow)
+                if seconds > queue:
+                    total += seconds - queue
+                    kv = ("kv", seconds - queue)
+            if usage > self.kv_threshold:
+                total += (seconds := self.kv_full_seconds * (usage - self.kv_threshold) / (1.0 - self.kv_threshold))
+                pressure = ("pressure", seconds)
+            if in_flight + foreign > crowd_limit:
+                total += (seconds := self.crowd_tokens * (in_flight + foreign - crowd_limit) / rate)
+                crowd = ("crowd", seconds)
+            parts = (
+                ("queue", queue),
+                ("prefill", prefill),
+                evicted,
+                shared,
+                kv,
+                pressure,
+                ("requests", requests),
+                crowd,
             )
+            costs.append(Cost(total, parts))
         return costs
+
+
+NOT_EVICTED = ("evicted", 0.0)
+NOT_SHARED = ("shared", 0.0)
+NO_KV = ("kv", 0.0)
+NO_PRESSURE = ("pressure", 0.0)
+NO_CROWD = ("crowd", 0.0)
 
 
 POLICIES: dict[str, Policy] = {

@@ -20,7 +20,7 @@ replica.
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import islice
 from math import exp, exp2
 
@@ -69,11 +69,12 @@ class Record:
 
 
 class BranchPoint:
-    """A block after which different prompts part ways: how many did, and when the last one did."""
+    """A block after which different prompts part ways: at which depth (in blocks), how many did, when the last did."""
 
-    __slots__ = ("at", "count")
+    __slots__ = ("at", "count", "depth")
 
-    def __init__(self, at: float) -> None:
+    def __init__(self, depth: int, at: float) -> None:
+        self.depth = depth
         self.count = 2.0  # the prompt that was there, and the one that left it
         self.at = at
 
@@ -85,7 +86,7 @@ class BranchPoint:
         self.at = now
 
 
-def match_length(held: dict[BlockHash, object], blocks: Sequence[BlockHash]) -> int:
+def match_length(held: Mapping[BlockHash, object], blocks: Sequence[BlockHash]) -> int:
     """Length of the leading run of `blocks` that is in `held`, which has no holes (see module, 1)."""
     if not blocks or blocks[0] not in held:
         return 0
@@ -126,7 +127,7 @@ class ReplicaIndex:
 
     def match(self, blocks: Sequence[BlockHash]) -> int:
         """Blocks of the prompt's leading run held here."""
-        return match_length(self.held, blocks)  # type: ignore[arg-type]
+        return match_length(self.held, blocks)
 
     @property
     def memory_bytes(self) -> int:
@@ -153,7 +154,7 @@ class ReplicaIndex:
         """Leading runs of older records go to a new one; a record with nothing left goes."""
         held = self.held
         last = held[blocks[matched - 1]]
-        if matched < len(blocks) and last.end > matched:
+        if last.end > matched or matched == len(blocks):  # left the others, or asks the same again; not: went on
             self._index.branched(blocks, matched, now)
         position = matched
         while position > 0:
@@ -192,7 +193,7 @@ class ReplicaIndex:
         if excess <= 0:
             return 0.0
         copies = self._index.copies
-        seen, loss = 0, 0.0
+        seen, loss = 0, 0.0  # in blocks
         for record in islice(self.records.values(), TAIL_RECORDS):
             count = record.end - record.begin
             if seen + count > excess:
@@ -295,7 +296,7 @@ class PrefixIndex:
 
     def match_anywhere(self, blocks: Sequence[BlockHash]) -> int:
         """Blocks of the prompt's leading run held by at least one replica."""
-        return match_length(self.copies, blocks)  # type: ignore[arg-type]
+        return match_length(self.copies, blocks)
 
     def tau(self, now: float) -> float:
         """Residence time of a block in the fleet: mean age of the tails of full replicas."""
@@ -308,25 +309,25 @@ class PrefixIndex:
         points = self._branches
         if not points:
             return 0
-        for depth in range(self.match_anywhere(blocks), 0, -1):
-            block = blocks[depth - 1]
-            if block in points and points[block].count_at(now) >= branches:
-                return depth
-        return 0
+        shared = islice(blocks, self.match_anywhere(blocks))
+        hot = 0
+        for block in filter(points.__contains__, shared):
+            if points[block].count_at(now) >= branches:
+                hot = points[block].depth
+        return hot
 
     def branched(self, blocks: Sequence[BlockHash], depth: int, now: float) -> None:
         """A prompt left the known ones after `depth` blocks; it counts there and at all branch points before."""
         points = self._branches
-        for block in islice(blocks, depth - 1):
-            if block in points:
-                points[block].grow(now)
+        for block in filter(points.__contains__, islice(blocks, depth - 1)):
+            points[block].grow(now)
         block = blocks[depth - 1]
         point = points.get(block)
         if point is not None:
             point.grow(now)
             points.move_to_end(block)
             return
-        points[block] = BranchPoint(now)
+        points[block] = BranchPoint(depth, now)
         if len(points) > MAX_BRANCH_POINTS:
             points.popitem(last=False)
 

@@ -1,6 +1,6 @@
-"""What is learned from flights: prefill rate of a replica, key bytes per token of a model.
+"""What is learned from flights: prefill rates of the replicas, key bytes per token of a model.
 
-Both are positive ratios, learned in the logarithm: an observation moves the estimate by a share of the (bounded) error,
+All are positive ratios, learned in the logarithm: an observation moves the estimate by a share of the (bounded) error,
 a large share at first, a small one later. So one absurd answer cannot poison them, and twice too fast weighs as much as
 twice too slow. Seeds are guesses on the safe side.
 """
@@ -8,7 +8,7 @@ twice too slow. Seeds are guesses on the safe side.
 from __future__ import annotations
 
 from collections import OrderedDict
-from math import exp, log
+from math import copysign, exp, log, sqrt
 
 from gateway.core.model import Space
 
@@ -27,20 +27,27 @@ MAX_MODELS = 256
 """Learned models remembered; the least recently used is forgotten. Names come from clients."""
 
 
+LARGEST_ERROR = log(2.0)
+"""An error beyond a factor of two counts as a factor of two."""
+
+
+def bounded(error: float) -> float:
+    if error > LARGEST_ERROR:
+        return LARGEST_ERROR
+    return error if error > -LARGEST_ERROR else -LARGEST_ERROR
+
+
 class LearnedRatio:
     """A positive number learned from noisy observations, robustly."""
 
-    __slots__ = ("_high", "_log", "_low", "count", "value")
+    __slots__ = ("_high", "_low", "count", "value")
 
     SLOWEST_STEP = 0.1
     """Share of an error that is believed once there is experience: about ten observations of memory."""
-    LARGEST_ERROR = log(2.0)
-    """An error beyond a factor of two counts as a factor of two."""
 
     def __init__(self, seed: float, low: float, high: float) -> None:
-        self._low, self._high = log(low), log(high)
-        self._log = min(max(log(seed), self._low), self._high)
-        self.value = exp(self._log)
+        self._low, self._high = low, high
+        self.value = min(max(seed, low), high)
         self.count = 0
 
     def __repr__(self) -> str:
@@ -48,20 +55,44 @@ class LearnedRatio:
 
     def learn(self, observed: float) -> None:
         """Move towards `observed` (positive)."""
-        error = min(max(log(observed) - self._log, -self.LARGEST_ERROR), self.LARGEST_ERROR)
-        self._log += error * max(self.SLOWEST_STEP, 1.0 / (self.count + 2))
-        self._log = min(max(self._log, self._low), self._high)
-        self.value = exp(self._log)
+        step = 1.0 / (self.count + 2)
+        if step < self.SLOWEST_STEP:
+            step = self.SLOWEST_STEP
+        value = self.value * exp(step * bounded(log(observed / self.value)))
+        self.value = min(max(value, self._low), self._high)
         self.count += 1
 
 
-class PrefillRate(LearnedRatio):
-    """Uncached prompt tokens per second of one replica."""
+class PrefillRate:
+    """Uncached prompt tokens per second of one replica: its seed, times what the fleet taught, times its own part.
 
-    __slots__ = ()
+    The split matters: were each replica learned alone, the first one to be tried would look faster than its untried
+    equals and get everything. And equal replicas never measure quite equally, so a small own part counts as none
+    (`LIKENESS`).
+    """
 
-    def __init__(self, seed: float) -> None:
-        super().__init__(seed, 10.0, 10_000_000.0)
+    __slots__ = ("_deviation", "_factor", "_fleet", "_seed", "count")
+
+    LIKENESS = 0.15
+    """Own deviations of up to 15 % are noise. Larger ones count, in full where they are much larger."""
+    SLOWEST_STEP = 0.05
+    """Half of the fleet's: what all replicas show is the fleet's."""
+    FADE = 0.02
+    """A deviation fades by 2 % with each observation unless it is confirmed."""
+
+    def __init__(self, seed: float, fleet: LearnedRatio) -> None:
+        self._seed = seed
+        self._fleet = fleet
+        self._deviation = 0.0  # natural logarithm
+        self._factor = seed
+        self.count = 0
+
+    def __repr__(self) -> str:
+        return f"<PrefillRate {self.value:.0f}/s from {self.count}>"
+
+    @property
+    def value(self) -> float:
+        return self._factor * self._fleet.value
 
     def learn_flight(self, own_tokens: float, ahead_tokens: float, ttft_seconds: float) -> None:
         """Own uncached tokens and those booked ahead of them were all done when the first token came."""
@@ -69,6 +100,20 @@ class PrefillRate(LearnedRatio):
             return
         if ttft_seconds > 0:
             self.learn((own_tokens + ahead_tokens) / max(ttft_seconds - TTFT_FLOOR_SECONDS, ttft_seconds / 2))
+
+    def learn(self, observed: float) -> None:
+        """It did `observed` tokens per second once."""
+        self._fleet.learn(observed / self._seed / exp(self._deviation))
+        error = bounded(log(observed / self._seed / self._fleet.value) - self._deviation)
+        self._deviation += error * max(self.SLOWEST_STEP, 1.0 / (self.count + 4)) - self.FADE * self._deviation
+        self.count += 1
+        own = sqrt(max(0.0, self._deviation**2 - self.LIKENESS**2))
+        self._factor = self._seed * exp(copysign(own, self._deviation))
+
+
+def fleet_speed() -> LearnedRatio:
+    """How much faster than their seeds the replicas of a fleet are, in common."""
+    return LearnedRatio(1.0, 0.001, 1_000.0)
 
 
 class BytesPerToken:
@@ -88,11 +133,13 @@ class BytesPerToken:
         learned = self._by_model.get(model)
         return BYTES_PER_TOKEN if learned is None else learned.value
 
-    def learn(self, model: str | None, space: Space, length: int, prompt_tokens: int) -> None:
-        """A replica counted `prompt_tokens` in a prompt of `length` key bytes."""
-        if space is Space.TOKENS or prompt_tokens < MINIMUM_PROMPT_TOKENS or length <= 0:
-            return
+    def learn(self, model: str | None, space: Space, length: int, prompt_tokens: int) -> float:
+        """A replica counted `prompt_tokens` in a prompt of `length` key bytes. Returns the estimate after that."""
+        if space is Space.TOKENS:
+            return BYTES_PER_TOKEN
         learned = self._by_model.get(model)
+        if prompt_tokens < MINIMUM_PROMPT_TOKENS or length <= 0:
+            return BYTES_PER_TOKEN if learned is None else learned.value
         if learned is None:
             learned = self._by_model[model] = LearnedRatio(BYTES_PER_TOKEN, 0.5, 16.0)
             if len(self._by_model) > MAX_MODELS:
@@ -100,6 +147,7 @@ class BytesPerToken:
         else:
             self._by_model.move_to_end(model)
         learned.learn(length / prompt_tokens)
+        return learned.value
 
     def statistics(self) -> dict[str, float]:
         return {model or "": learned.value for model, learned in self._by_model.items()}

@@ -57,8 +57,8 @@ from gateway.core.model import (
 from gateway.core.ownership import Ownership
 from gateway.core.pickers import Ranking, ranked
 from gateway.core.policy import Policy, policy_named
-from gateway.core.prefix_index import PrefixIndex, ReplicaIndex
-from gateway.core.rates import BYTES_PER_TOKEN, BytesPerToken, LearnedRatio, PrefillRate
+from gateway.core.prefix_index import PrefixIndex, ReplicaIndex, match_length
+from gateway.core.rates import BYTES_PER_TOKEN, BytesPerToken, PrefillRate, fleet_speed
 from gateway.core.settings import RoutingSettings
 
 HOT_BRANCHES_PER_REPLICA = 3
@@ -68,6 +68,8 @@ MISSES_TO_CLEAR = 5
 MISS_TOKENS = 512
 """Predicted cached tokens below which a miss proves nothing: less than that, the engine's block alignment may eat
 it."""
+MIX_STEP = 0.05
+"""Bytes per token of a replica: moving mean over its last twenty flights, of whatever models and kinds of prompt."""
 RESIZE_SHARE = 0.01
 """Capacity in blocks follows the learned bytes per token in steps of 1 %, so that the index is not resized all the
 time."""
@@ -77,13 +79,13 @@ class Replica:
     """Everything the router knows about one replica."""
 
     __slots__ = (
+        "bytes_per_token",
         "cache_tokens",
         "cache_tokens_known",
         "draining",
         "health",
         "id",
         "index",
-        "key_ratio",
         "load",
         "misses",
         "model_ids",
@@ -93,16 +95,16 @@ class Replica:
         "started",
     )
 
-    def __init__(self, id: ReplicaId, index: ReplicaIndex, cache_tokens: float, prefill_rate: float) -> None:
+    def __init__(self, id: ReplicaId, index: ReplicaIndex, cache_tokens: float, rate: PrefillRate) -> None:
         self.id = id
         self.index = index
         self.cache_tokens = cache_tokens
         self.cache_tokens_known = False
         self.health = Health(id)
         self.load = Load()
-        self.rate = PrefillRate(prefill_rate)
-        self.key_ratio = LearnedRatio(BYTES_PER_TOKEN, 0.5, 16.0)
-        """Key bytes per token over all that is sent here: turns its cache tokens into blocks."""
+        self.rate = rate
+        self.bytes_per_token = BYTES_PER_TOKEN
+        """Key bytes per token, mean over what is sent here: turns its cache tokens into blocks."""
         self.draining = False
         self.models: tuple[ModelCard, ...] | None = None
         self.model_ids: frozenset[str] = frozenset()
@@ -197,11 +199,14 @@ class Router:
         self._policy = policy_named(settings.policy)
         self._replicas: dict[ReplicaId, Replica] = {}
         self._index = PrefixIndex(settings.index_memory_mib * 1024 * 1024)
+        self._fleet_speed = fleet_speed()
         self._bytes_per_token = BytesPerToken()
         self._admission = Admission(settings.max_in_flight, settings.max_waiting, settings.max_wait_seconds)
         self._ownership = Ownership()
         self._started = 0
         self._in_flight = 0
+        self._all_up: dict[str | None, list[Replica]] = {}
+        """Candidates by model while every replica is up, so that time does not matter; emptied by every change."""
 
     def __repr__(self) -> str:
         return f"<Router {self._policy.name}: {len(self._replicas)} replicas, {self._admission!r}, {self._index!r}>"
@@ -210,6 +215,7 @@ class Router:
 
     def observe(self, fact: Fact, now: float) -> None:
         """The world changed. Facts about replicas that are not there (any more) are ignored."""
+        self._all_up.clear()
         if isinstance(fact, ReplicaAdded):
             self._add(fact)
             return
@@ -323,13 +329,15 @@ class Router:
         health = replica.health
         if outcome is Outcome.COMPLETED:
             if health.flight_completed(flight.started_at, now):
+                self._all_up.clear()
                 self._returned(replica)
             replica.load.accepted()
             flight.learn_rate(usage)
             if usage is not None:
                 self._learn_usage(flight, replica, usage)
         elif outcome is Outcome.FAILED:
-            health.flight_failed(flight.started_at, now)
+            if health.flight_failed(flight.started_at, now):
+                self._all_up.clear()
         else:
             health.flight_ended()
             if outcome is Outcome.REFUSED:
@@ -342,7 +350,7 @@ class Router:
             return
         tokens = float(self._settings.default_cache_tokens)
         index = self._index.add(fact.replica, self._blocks(tokens, BYTES_PER_TOKEN))
-        rate = fact.prefill_rate or self._settings.default_prefill_rate
+        rate = PrefillRate(fact.prefill_rate or self._settings.default_prefill_rate, self._fleet_speed)
         self._replicas[fact.replica] = Replica(fact.replica, index, tokens, rate)
 
     def _blocks(self, tokens: float, bytes_per_token: float) -> int:
@@ -350,7 +358,7 @@ class Router:
 
     def _fit_index(self, replica: Replica) -> None:
         """The index of a replica holds what its KV cache holds."""
-        blocks = self._blocks(replica.cache_tokens, replica.key_ratio.value)
+        blocks = self._blocks(replica.cache_tokens, replica.bytes_per_token)
         if abs(blocks - replica.index.capacity) > RESIZE_SHARE * replica.index.capacity:
             self._index.resize(replica.id, blocks)
 
@@ -386,10 +394,9 @@ class Router:
     def _learn_usage(self, flight: Flight, replica: Replica, usage: Usage) -> None:
         request = flight.request
         if usage.prompt_tokens is not None:
-            self._bytes_per_token.learn(request.model, request.space, request.length, usage.prompt_tokens)
-            if usage.prompt_tokens > 0 and request.length > self._settings.block_bytes:
-                replica.key_ratio.learn(request.length / usage.prompt_tokens)
-                self._fit_index(replica)
+            ratio = self._bytes_per_token.learn(request.model, request.space, request.length, usage.prompt_tokens)
+            replica.bytes_per_token += MIX_STEP * (ratio - replica.bytes_per_token)
+            self._fit_index(replica)
         if usage.cached_tokens is None or flight.cached_tokens < MISS_TOKENS:
             return
         replica.misses = 0 if usage.cached_tokens else replica.misses + 1
@@ -413,11 +420,18 @@ class Router:
         return filters.available(filters.accepting(self._replicas.values()), now)
 
     def _candidates(self, request: RouteRequest, now: float, exclude: Collection[ReplicaId]) -> list[Replica]:
-        serving = filters.serving(list(self._replicas.values()), request.model)
-        candidates = filters.available(filters.accepting(serving), now)
+        model = request.model
+        candidates = self._all_up.get(model)
+        if candidates is None:
+            accepting = filters.accepting(filters.serving(list(self._replicas.values()), model))
+            candidates = filters.available(accepting, now)
+            if all(r.health.state is HealthState.UP and (model is None or r.serves(model)) for r in accepting):
+                self._all_up[model] = candidates
         if exclude:
-            candidates = [replica for replica in candidates if replica.id not in exclude]
-            if not candidates:  # the better tier was tried: whoever is left
+            tried = candidates
+            candidates = [replica for replica in tried if replica.id not in exclude]
+            if not candidates:  # the best tier was tried: whoever is left
+                serving = filters.serving(list(self._replicas.values()), model)
                 candidates = [replica for replica in filters.accepting(serving) if replica.id not in exclude]
         if not candidates:
             raise NoReplica("No replica can serve this request at the moment.")
@@ -434,38 +448,43 @@ class Router:
         if reads_cache and blocks:
             hot = self._index.hot_depth(blocks, HOT_BRANCHES_PER_REPLICA * len(self._replicas), now)
             tau = self._index.tau(now)
-        views = []
-        foreign_known: list[float] = []
+        views: list[ReplicaView] = []
+        foreign_total = 0.0
+        silent: list[int] = []
         for replica in candidates:
             load, index = replica.load, replica.index
-            matched = index.match(blocks) if blocks else 0
+            matched = match_length(index.held, blocks)
             loss = 0.0
             if reads_cache and index.tail_at is not None:
                 loss = index.eviction_loss(len(blocks) - matched, now, tau) * block_tokens
             rate = replica.rate.value
-            foreign = load.foreign_requests(now)
-            if foreign is not None:
-                foreign_known.append(foreign)
-            views.append(
-                ReplicaView(
-                    replica.id,
-                    prompt_tokens,
-                    min(matched * block_tokens, prompt_tokens),
-                    load.pending_tokens(now, rate),
-                    load.in_flight,
-                    load.in_flight_tokens,
-                    -1.0 if foreign is None else foreign,
-                    load.kv_usage(now),
-                    replica.cache_tokens,
-                    rate,
-                    loss,
-                    (hot - matched) * block_tokens if hot > matched else 0.0,
-                    replica.started,
-                    load.residence_seconds,
-                )
+            foreign, kv_usage = load.scraped(now)
+            if foreign is None:
+                silent.append(len(views))
+            else:
+                foreign_total += foreign
+            cached = matched * block_tokens
+            row = (
+                replica.id,
+                prompt_tokens,
+                cached if cached < prompt_tokens else prompt_tokens,
+                load.pending_tokens(now, rate),
+                load.in_flight,
+                load.in_flight_tokens,
+                0.0 if foreign is None else foreign,
+                kv_usage,
+                replica.cache_tokens,
+                rate,
+                loss,
+                (hot - matched) * block_tokens if hot > matched else 0.0,
+                replica.started,
+                load.residence_seconds,
             )
-        if len(foreign_known) < len(views):
-            return with_foreign_guessed(views, foreign_known)
+            views.append(tuple.__new__(ReplicaView, row))  # half the time of ReplicaView(*row), for each candidate
+        if silent and foreign_total:  # silence is neither idle nor full: the mean of the others stands in
+            mean = foreign_total / (len(views) - len(silent))
+            for position in silent:
+                views[position] = views[position]._replace(foreign_requests=mean)
         return views
 
     def _describe(self, replica: Replica, available: bool, now: float) -> ReplicaStatistics:
@@ -487,12 +506,6 @@ class Router:
             load_age=None if snapshot is None else now - snapshot.taken_at,
             last_failure=replica.health.last_failure,
         )
-
-
-def with_foreign_guessed(views: Sequence[ReplicaView], known: Sequence[float]) -> list[ReplicaView]:
-    """Where foreign requests are unknown, the mean of the others stands in: silence is neither idle nor full."""
-    mean = sum(known) / len(known) if known else 0.0
-    return [view._replace(foreign_requests=mean) if view.foreign_requests < 0 else view for view in views]
 
 
 def is_restart(last: LoadSnapshot, new: LoadSnapshot) -> bool:

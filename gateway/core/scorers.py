@@ -15,40 +15,33 @@ OUTPUT_RESERVE_TOKENS = 300
 
 def queue_seconds(view: ReplicaView) -> float:
     """Prefill of others that is booked before this one."""
-    return max(0.0, view.pending_tokens) / view.prefill_rate
+    return view.pending_tokens / view.prefill_rate
 
 
-def prefill_seconds(view: ReplicaView) -> float:
-    """The request's own prefill."""
-    return (view.prompt_tokens - view.cached_tokens) / view.prefill_rate
-
-
-def kv_wait_seconds(view: ReplicaView, weight: float) -> float:
-    """Wait for KV cache to become free, where the prompts in flight and this one are more than fits."""
+def kv_overflow_tokens(view: ReplicaView) -> float:
+    """By how much the prompts in flight and this one exceed the KV cache; nothing is exceeded by one alone."""
     if not view.in_flight:
         return 0.0
-    overflow = view.in_flight_tokens + view.prompt_tokens + OUTPUT_RESERVE_TOKENS - view.cache_tokens
-    if overflow <= 0:
-        return 0.0
-    return weight * overflow * view.residence_seconds / min(view.in_flight_tokens, view.cache_tokens)
+    return view.in_flight_tokens + view.prompt_tokens + OUTPUT_RESERVE_TOKENS - view.cache_tokens
 
 
-def kv_usage_seconds(usage: float, threshold: float, full_seconds: float) -> float:
-    """Scraped pressure: nothing up to the threshold, then rising to `full_seconds` at a full cache (preemption)."""
-    return full_seconds * max(0.0, usage - threshold) / (1.0 - threshold)
+def kv_wait_seconds(view: ReplicaView, overflow_tokens: float) -> float:
+    """Wait until that much KV cache is free again, at the pace at which requests there come to their end."""
+    return overflow_tokens * view.residence_seconds / min(view.in_flight_tokens, view.cache_tokens)
 
 
 def crowd_requests(views: Sequence[ReplicaView], factor: float, slack: float) -> float:
     """Requests that a replica may have before it counts as crowded: `factor` times the mean, and `slack` more."""
-    total = sum(view.in_flight + view.foreign_requests for view in views)
+    total = 0.0
+    for view in views:
+        total += view.in_flight + view.foreign_requests
     return factor * total / len(views) + slack
 
 
 def known_kv_usage(views: Sequence[ReplicaView]) -> list[float]:
     """KV usage of each view; where it is unknown, the mean of the others: neither idle nor full."""
-    usages = [view.kv_usage for view in views]
-    if None not in usages:
-        return usages  # type: ignore[return-value]
-    known = [usage for usage in usages if usage is not None]
+    known = [view.kv_usage for view in views if view.kv_usage is not None]
+    if len(known) == len(views):
+        return known
     mean = sum(known) / len(known) if known else 0.0
-    return [mean if usage is None else usage for usage in usages]
+    return [mean if view.kv_usage is None else view.kv_usage for view in views]
