@@ -72,6 +72,10 @@ class Results:
             if record.gateway == gateway and record.phase == figure.phase and figure.name in record.figures
         }
 
+    def loud(self) -> list[Record]:
+        """Phases during which the machine was not quiet."""
+        return [record for record in self.records if record.figures.get("foreign_cores", 0.0) > NOISE_CORES]
+
     def failures(self) -> list[Record]:
         return [record for record in self.records if record.failure]
 
@@ -191,11 +195,13 @@ def ratio(results: Results, figure: Figure, peer: str) -> float | None:
 
 def targets_table(results: Results) -> str:
     rows = []
+    loud = {record.phase for record in results.loud()}
     for target in TARGETS:
         measured = ratio(results, target.figure, target.peer) if target.peer else results.value(WARMLANE, target.figure)
         goal = f"≤ {target.limit:g}" + (f" (stretch ≤ {target.stretch:g})" if target.stretch is not None else "")
         goal = goal if target.binding else f"stretch {goal}"
-        rows.append([target.text, goal, number(measured, 2), verdict(target, measured)])
+        doubt = " (noisy)" if measured is not None and target.figure.phase in loud else ""
+        rows.append([target.text, goal, number(measured, 2), verdict(target, measured) + doubt])
     return table(["target", "goal", "measured", "verdict"], rows) if WARMLANE in results.gateways() else ""
 
 
@@ -210,7 +216,7 @@ def verdict(target: Target, measured: float | None) -> str:
 
 
 def noise(results: Results) -> Iterator[str]:
-    loud = [record for record in results.records if record.figures.get("foreign_cores", 0.0) > NOISE_CORES]
+    loud = results.loud()
     if loud:
         worst = max(loud, key=lambda record: record.figures["foreign_cores"])
         yield (
