@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 import tomllib
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args
 from urllib.parse import urlsplit
 
 import msgspec
@@ -140,6 +140,14 @@ def checked(config: Config) -> Config:
     if discovery.dns is not None:
         discovery = msgspec.structs.replace(discovery, dns=replica_url(discovery.dns))
     return msgspec.structs.replace(config, replicas=replicas, discovery=discovery)
+
+
+def policy_name(text: str) -> PolicyName:
+    """The policy that is called so. Raises `ConfigError`."""
+    for name in get_args(PolicyName):
+        if name == text:
+            return name  # type: ignore[no-any-return]
+    raise ConfigError(f"unknown policy {text!r}; policies: {', '.join(get_args(PolicyName))}")
 
 
 _UNKNOWN_KEY = re.compile(r"Object contains unknown field `(?P<key>[^`]*)`(?: - at `\$\.?(?P<table>.*)`)?$")

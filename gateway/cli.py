@@ -1,0 +1,222 @@
+"""The `warmlane` command: each command reads its arguments and hands over. What it needs is imported only then.
+
+Exit codes: 0 done; 2 wrong usage or configuration, with one clear line on stderr; 1 anything else.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, NoReturn
+
+import typer
+
+if TYPE_CHECKING:
+    from gateway.config import Config
+
+DONE, FAILED, WRONG_USAGE = 0, 1, 2
+UsageError: type[Exception] = typer.BadParameter.__bases__[0]
+"""Whatever typer raises for arguments that it cannot read; it has no public name of its own in all versions."""
+
+cli = typer.Typer(
+    name="warmlane",
+    help="KV-cache-aware routing gateway in front of vLLM replicas.",
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+ConfigFile = Annotated[Path | None, typer.Option("--config", metavar="FILE", help="Configuration file (TOML).")]
+Host = Annotated[str | None, typer.Option("--host", help="Address to listen on; beats the file.")]
+Port = Annotated[int | None, typer.Option("--port", min=0, max=65_535, help="Port to listen on; beats the file.")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+
+class Refused(Exception):
+    """Ends a command with a line on stderr and an exit code."""
+
+    def __init__(self, message: str, exit_code: int = WRONG_USAGE) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
+
+
+def main(arguments: Sequence[str] | None = None) -> NoReturn:
+    """Entry point: runs the command line (of the process by default) and turns every known failure into one line."""
+    from gateway.config import ConfigError
+
+    try:
+        code = typer.main.get_command(cli).main(arguments, prog_name="warmlane", standalone_mode=False)
+    except UsageError as error:
+        code = complain(error.format_message(), WRONG_USAGE)  # type: ignore[attr-defined]
+    except ConfigError as error:
+        code = complain(str(error), WRONG_USAGE)
+    except Refused as error:
+        code = complain(str(error), error.exit_code)
+    except (KeyboardInterrupt, typer.Abort):
+        code = DONE  # stopped before there was anything to stop
+    except BrokenPipeError:
+        code = FAILED  # the reader of our output left, as `head` does
+    sys.exit(code if isinstance(code, int) else DONE)
+
+
+def complain(message: str, exit_code: int) -> int:
+    print(f"warmlane: {' '.join(message.split())}", file=sys.stderr)
+    return exit_code
+
+
+@cli.command()
+def serve(
+    config: ConfigFile = None,
+    replica: Annotated[
+        list[str] | None, typer.Option("--replica", metavar="URL", help="A vLLM server; may be repeated.")
+    ] = None,
+    host: Host = None,
+    port: Port = None,
+    policy: Annotated[str | None, typer.Option("--policy", metavar="NAME", help="Routing policy.")] = None,
+) -> int:
+    """Run the gateway in front of vLLM servers that are already there."""
+    chosen = configured(config, replicas=replica or (), host=host, port=port, policy=policy)
+    if not chosen.replicas and chosen.discovery.dns is None:
+        raise Refused("no replicas: give --replica URL, or [[replicas]] or [discovery] dns in the file")
+    from gateway import app
+
+    log_to_stderr()
+    try:
+        return app.run(chosen, on_ready=lambda url: say(f"listening on {url}, policy {chosen.routing.policy}"))
+    except app.StartError as error:
+        raise Refused(str(error), FAILED) from error
+
+
+@cli.command()
+def up(
+    preset: Annotated[str, typer.Option("--preset", metavar="NAME", help="What replicas run; `warmlane presets`.")] = (
+        "embedded"
+    ),
+    replicas: Annotated[
+        int | None, typer.Option("--replicas", min=1, max=64, help="How many; 2 when embedded, else 1.")
+    ] = None,
+    config: ConfigFile = None,
+    host: Host = None,
+    port: Port = None,
+    vllm: Annotated[str | None, typer.Option("--vllm", metavar="PATH", help="The vllm executable.")] = None,
+) -> int:
+    """Run replicas and the gateway together; Ctrl-C stops all."""
+    chosen = configured(config, host=host, port=port)
+    from gateway import up as together
+    from workers.launch import LaunchError
+    from workers.presets import PresetError
+
+    log_to_stderr()
+    try:
+        return together.run(chosen, together.plan_fleet(preset, replicas, vllm))
+    except (PresetError, LaunchError) as error:
+        raise Refused(str(error)) from error
+
+
+@cli.command()
+def route(
+    url: Annotated[str, typer.Option("--url", metavar="URL", help="The gateway, e.g. http://127.0.0.1:8000.")],
+    file: Annotated[Path | None, typer.Argument(metavar="[FILE]", help="Request body; stdin when absent.")] = None,
+    as_json: Json = False,
+) -> int:
+    """Ask a gateway where it would send a request, and why. Sends nothing to a replica."""
+    from gateway import dry_run
+
+    try:
+        body = file.read_bytes() if file is not None else sys.stdin.buffer.read()
+    except OSError as error:
+        raise Refused(f"{file}: {error.strerror}") from error
+    try:
+        answer = dry_run.ask(url, body)
+    except dry_run.Unanswered as error:
+        raise Refused(str(error), FAILED) from error
+    print(answer.decode("utf-8", "replace") if as_json else dry_run.table(answer))
+    return DONE
+
+
+@cli.command()
+def presets(as_json: Json = False) -> int:
+    """List the presets, and what was measured with them."""
+    import msgspec
+
+    from workers.presets import load_all
+
+    found = load_all()
+    if as_json:
+        print(msgspec.json.format(msgspec.json.encode(found), indent=2).decode())
+        return DONE
+    for name, preset in found.items():
+        print(f"{name:32} {preset.title}")
+        print(f"{'':32} profiles: {', '.join(preset.profiles)}; measured: {len(preset.measured) or 'not yet'}")
+    return DONE
+
+
+@cli.command(context_settings={"allow_interspersed_args": False})
+def replica(
+    preset: Annotated[str, typer.Option("--preset", metavar="NAME", help="See `warmlane presets`.")],
+    profile: Annotated[str, typer.Option("--profile", help="spec, recommended, latency or throughput.")] = (
+        "recommended"
+    ),
+    host: Annotated[str, typer.Option("--host", help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option("--port", min=1, max=65_535, help="Port to listen on.")] = 8101,
+    vllm: Annotated[str | None, typer.Option("--vllm", metavar="PATH", help="The vllm executable.")] = None,
+    model: Annotated[str | None, typer.Option("--model", help="Model to load instead of the preset's.")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the command line, run nothing.")] = False,
+    extra: Annotated[list[str] | None, typer.Argument(metavar="[-- FLAG...]", help="More flags of vllm.")] = None,
+) -> int:
+    """Run one vLLM server with the flags of a preset."""
+    from workers.launch import run_replica
+
+    return run_replica(
+        preset, profile, host=host, port=port, vllm=vllm, model=model, dry_run=dry_run, extra=extra or ()
+    )
+
+
+@cli.command()
+def version() -> int:
+    """Print the version."""
+    from importlib.metadata import version as installed
+
+    print(f"warmlane {installed('warmlane')}")
+    return DONE
+
+
+def configured(
+    path: Path | None,
+    *,
+    replicas: list[str] | tuple[()] = (),
+    host: str | None = None,
+    port: int | None = None,
+    policy: str | None = None,
+) -> Config:
+    """The configuration file, if any, with what the command line says instead. Raises `ConfigError`."""
+    import msgspec
+
+    from gateway import config as configuration
+
+    chosen = configuration.load(path) if path is not None else configuration.Config()
+    server = msgspec.structs.replace(
+        chosen.server,
+        host=chosen.server.host if host is None else host,
+        port=chosen.server.port if port is None else port,
+    )
+    routing = chosen.routing
+    if policy is not None:
+        routing = msgspec.structs.replace(routing, policy=configuration.policy_name(policy))
+    listed = [configuration.Replica(url) for url in replicas] or chosen.replicas
+    return configuration.checked(
+        msgspec.structs.replace(chosen, server=server, routing=routing, replicas=listed),
+    )
+
+
+def log_to_stderr() -> None:
+    """What the gateway has to say about its replicas; stdout belongs to the request log."""
+    logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="warmlane: %(message)s")
+    logging.getLogger("httpx").setLevel(logging.WARNING)  # a line for every probe
+
+
+def say(message: str) -> None:
+    print(f"warmlane: {message}", file=sys.stderr, flush=True)

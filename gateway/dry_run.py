@@ -1,0 +1,89 @@
+"""The dry run from outside: ask a gateway where it would send a request body, and show each replica's cost by parts."""
+
+from __future__ import annotations
+
+import httpx
+import msgspec
+from msgspec import Struct
+
+TIMEOUT_SECONDS = 10.0
+PATHS = {b"messages": "/v1/chat/completions", b"input": "/v1/responses", b"prompt": "/v1/completions"}
+"""The key that tells which endpoint a body is meant for."""
+
+
+class Unanswered(Exception):
+    """The gateway gave no decision. One line says why."""
+
+
+class Candidate(Struct):
+    replica: str
+    total_seconds: float
+    parts: dict[str, float]
+    cached_tokens: int
+    prompt_tokens: int
+    in_flight: int
+    pending_tokens: int
+
+
+class Answer(Struct):
+    policy: str
+    reason: str
+    replica: str
+    ranking: list[Candidate]
+
+
+def ask(url: str, body: bytes) -> bytes:
+    """The gateway's answer as JSON. Raises `Unanswered`."""
+    try:
+        with httpx.Client(trust_env=False, timeout=TIMEOUT_SECONDS) as client:
+            answer = client.post(
+                f"{url.rstrip('/')}/warmlane/route",
+                content=body,
+                params={"path": path_of(body)},
+                headers={"Content-Type": "application/json"},
+            )
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
+        raise Unanswered(f"{url}: {error}") from error
+    if answer.status_code != 200:
+        raise Unanswered(f"{url}: HTTP {answer.status_code}: {message_of(answer.content)}")
+    return answer.content
+
+
+def path_of(body: bytes) -> str:
+    try:
+        keys = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
+    except (msgspec.DecodeError, RecursionError):
+        keys = {}
+    return next((path for key, path in PATHS.items() if key.decode() in keys), "/v1/chat/completions")
+
+
+def message_of(body: bytes) -> str:
+    """The message of an OpenAI error object, or the beginning of whatever else came."""
+    try:
+        found = msgspec.json.decode(body)["error"]["message"]
+    except (msgspec.DecodeError, KeyError, TypeError):
+        return body[:200].decode("utf-8", "replace")
+    return str(found)
+
+
+def table(answer: bytes) -> str:
+    """The decision for people: best replica first, costs in seconds of predicted wait for the first token."""
+    try:
+        decision = msgspec.json.decode(answer, type=Answer)
+    except msgspec.DecodeError as error:
+        raise Unanswered(f"not an answer of a Warmlane gateway: {error}") from error
+    parts = list(dict.fromkeys(part for candidate in decision.ranking for part in candidate.parts))
+    rows = [["replica", "cost s", *parts, "cached", "prompt", "in flight", "pending"]]
+    for candidate in decision.ranking:
+        costs = [f"{candidate.parts[part]:.4f}" if part in candidate.parts else "-" for part in parts]
+        counts = [candidate.cached_tokens, candidate.prompt_tokens, candidate.in_flight, candidate.pending_tokens]
+        rows.append([candidate.replica, f"{candidate.total_seconds:.4f}", *costs, *map(str, counts)])
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    lines = [
+        "  ".join(
+            cell.ljust(width) if column == 0 else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        )
+        for row in rows
+    ]
+    return "\n".join([f"policy {decision.policy}: {decision.reason} -> {decision.replica}", "", *lines])
