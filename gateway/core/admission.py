@@ -23,8 +23,10 @@ from gateway.core.model import RouteRequest
 LEAST_PREFILL_SECONDS = 0.02
 """Floor of s: below some 200 tokens prefill time says nothing about a request's size."""
 LONGEST_RETRY_SECONDS = 60.0
+ASSUMED_DEPARTURE_SECONDS = 0.05
 RATE_STEP = 0.1
-"""The time between departures is a moving mean over about ten of them; it prices a place at the end of the queue."""
+"""Time between departures of a full house: 20 a second until it is known, then a moving mean over about ten of them. It
+prices a place at the end of the queue."""
 
 
 class TicketState(Enum):
@@ -96,7 +98,7 @@ class Release:
     again_at: float | None
     """Ask again at this time at the latest; `None` while nobody waits."""
     shed: list[Ticket]
-    """They waited too long, or made room for others; each has `retry_after`."""
+    """They waited too long, or had to make room for others; each has `retry_after`."""
 
 
 class Tenant:
@@ -118,6 +120,14 @@ class Tenant:
         if is_mostly_gone(self.stored, self.waiting):
             self.lines = {size: still_waiting(line) for size, line in self.lines.items()}
             self.stored = self.waiting
+
+    def newest(self) -> Ticket:
+        """The waiting ticket that arrived last; there is one."""
+        for line in self.lines.values():
+            while line and line[-1].state is not TicketState.WAITING:
+                line.pop()
+                self.stored -= 1
+        return max((line[-1] for line in self.lines.values() if line), key=lambda ticket: ticket.arrived_at)
 
     def take(self, now: float) -> Ticket:
         """Remove the waiting ticket with the highest response ratio; there is one."""
@@ -159,8 +169,9 @@ class Admission:
         self._in_flight_of: dict[str, int] = {}  # tenants with any
         self._served_at: dict[str, int] = {}  # tenants in flight or waiting: sequence number of the last one admitted
         self._served = 0
+        self._displaced: list[Ticket] = []  # shed to make room, not yet told
         self._departed_at: float | None = None
-        self._departure_seconds = 1.0
+        self._departure_seconds = ASSUMED_DEPARTURE_SECONDS
 
     def __repr__(self) -> str:
         return (
@@ -177,14 +188,14 @@ class Admission:
         if not self.is_crowded:
             self._enter(ticket)
             return Admitted(ticket)
-        if self.waiting >= self._max_waiting:
+        if self.waiting >= self._max_waiting and not self._make_room_for(request):
             return Shed(ticket, self._shed(ticket))
         self._wait(ticket)
         return Waiting(ticket)
 
     def release(self, now: float) -> Release:
         """Admit as many as there is room for, and shed who waited too long."""
-        shed = self._overdue(now)
+        shed, self._displaced = self._displaced + self._overdue(now), []
         ready: list[Ticket] = []
         while self.waiting and self.in_flight < self._max_in_flight:
             ready.append(self._next(now))
@@ -193,16 +204,23 @@ class Admission:
 
     def leave(self, ticket: Ticket, now: float) -> None:
         if ticket.state is TicketState.ADMITTED:
+            self._time_departure(now)
             self.in_flight -= 1
             self._count(ticket.request.tenant, -1)
-            if self._departed_at is not None:
-                self._departure_seconds += RATE_STEP * (min(now - self._departed_at, 60.0) - self._departure_seconds)
-            self._departed_at = now
         elif ticket.state is TicketState.WAITING:
             self._gone(ticket)
         ticket.state = TicketState.LEFT
 
     # ---- inside ----------------------------------------------------------------------------------------------------
+
+    def _time_departure(self, now: float) -> None:
+        """Only a full house tells how fast places become free."""
+        if not self.is_crowded:
+            self._departed_at = None
+            return
+        if self._departed_at is not None:
+            self._departure_seconds += RATE_STEP * (now - self._departed_at - self._departure_seconds)
+        self._departed_at = now
 
     def _wait(self, ticket: Ticket) -> None:
         priority, name = ticket.request.priority, ticket.request.tenant
@@ -215,6 +233,25 @@ class Admission:
         self.waiting += 1
         if is_mostly_gone(len(self._arrivals), self.waiting):
             self._arrivals = still_waiting(self._arrivals)
+
+    def _make_room_for(self, request: RouteRequest) -> bool:
+        """In a full room, shed one who has less right to wait: lower priority, or a tenant with many more waiting.
+
+        Otherwise one tenant could keep all others out just by being first. The newest goes: it has lost least.
+        """
+        if not self.waiting:
+            return False
+        priority = min(self._rooms)
+        room = self._rooms[priority]
+        greediest = max(room, key=lambda name: room[name].waiting)
+        own = room[request.tenant].waiting if request.tenant in room else 0
+        if priority > request.priority or (priority == request.priority and room[greediest].waiting < own + 2):
+            return False
+        ticket = room[greediest].newest()
+        self._gone(ticket)
+        self._shed(ticket)
+        self._displaced.append(ticket)
+        return True
 
     def _enter(self, ticket: Ticket) -> None:
         ticket.state = TicketState.ADMITTED

@@ -116,16 +116,20 @@ class Load:
         if ran:
             self.residence_seconds += RESIDENCE_STEP * (now - booking.started_at - self.residence_seconds)
 
+    def queued_tokens(self, now: float, prefill_rate: float) -> float:
+        """Uncached tokens of our flights that are not prefilled yet, if it works at that rate."""
+        if not self._pending:
+            return 0.0
+        head = next(iter(self._pending)).uncached_tokens
+        done = (now - self._head_since) * prefill_rate
+        return max(0.0, self._pending_tokens - (head if done > head else max(0.0, done)))
+
     def pending_tokens(self, now: float, prefill_rate: float) -> float:
-        """Uncached tokens not yet prefilled, by the replica's rate; a refusal counts as that much work, too."""
-        pending = 0.0
-        if self._pending:
-            head = next(iter(self._pending)).uncached_tokens
-            done = (now - self._head_since) * prefill_rate
-            pending = max(0.0, self._pending_tokens - (head if done > head else max(0.0, done)))
+        """The same, and while it refuses requests the work that would keep it busy until it is asked again."""
+        queued = self.queued_tokens(now, prefill_rate) if self._pending else 0.0
         if self._refusing_until > now:
-            pending += (self._refusing_until - now) * prefill_rate
-        return pending
+            queued += (self._refusing_until - now) * prefill_rate
+        return queued
 
     # ---- what it says ----------------------------------------------------------------------------------------------
 

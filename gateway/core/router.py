@@ -63,6 +63,8 @@ from gateway.core.settings import RoutingSettings
 
 HOT_BRANCHES_PER_REPLICA = 3
 """A prefix with three different continuations for each replica is worth a copy everywhere."""
+NEVER_RAN = frozenset({Outcome.FAILED, Outcome.REFUSED, Outcome.REJECTED})
+"""Outcomes that, without a first token, left nothing in the replica's cache. A client that left may have."""
 MISSES_TO_CLEAR = 5
 """So many answers in a row without any cached token, where many were predicted, mean that the cache was emptied."""
 MISS_TOKENS = 512
@@ -174,7 +176,7 @@ class Flight:
         self.finished = True
         self._replica.load.release(self._booking, now, ran=outcome is Outcome.COMPLETED)
         if self._record is not None:
-            if self.first_token_at is None and outcome is Outcome.FAILED:
+            if self.first_token_at is None and outcome in NEVER_RAN:
                 self._replica.index.take_back(self._record, self._matched)
             self._record = None
         self._router.settle(self, self._replica, outcome, now, usage)
@@ -284,7 +286,7 @@ class Router:
         replica.started = self._started
         if replica.health.state is HealthState.EJECTED:
             replica.health.flight_started()
-        ahead = replica.load.pending_tokens(now, replica.rate.value)
+        ahead = replica.load.queued_tokens(now, replica.rate.value)
         return Flight(self, replica, decision, ahead, now)
 
     # ---- questions -------------------------------------------------------------------------------------------------

@@ -1,0 +1,270 @@
+"""The index is an LRU without holes, within its capacity and its memory, whatever happens to it."""
+
+from __future__ import annotations
+
+import tracemalloc
+from math import exp
+from random import Random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gateway.core.blocks import block_hashes
+from gateway.core.model import BlockHash, ReplicaId
+from gateway.core.prefix_index import DEFAULT_TAU_SECONDS, PrefixIndex, ReplicaIndex, match_length
+
+A, B, C = ReplicaId("http://a"), ReplicaId("http://b"), ReplicaId("http://c")
+
+
+def chain(text: str) -> list[BlockHash]:
+    """One block for each letter: prompts that begin with the same letters share blocks."""
+    return block_hashes(text.encode(), 1, 1, 1_000)
+
+
+def index_of(capacity: int, memory_bytes: int = 1 << 30) -> tuple[PrefixIndex, ReplicaIndex]:
+    index = PrefixIndex(memory_bytes)
+    return index, index.add(A, capacity)
+
+
+class PlainLru:
+    """The same, block by block, slowly: the reference."""
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self.blocks: list[BlockHash] = []  # least recently used first
+
+    def touch(self, blocks: list[BlockHash]) -> None:
+        for block in reversed(blocks[: self.capacity]):  # tail first, so that the head is the most recent
+            if block in self.blocks:
+                self.blocks.remove(block)
+            self.blocks.append(block)
+        self.shrink()
+
+    def shrink(self) -> None:
+        del self.blocks[: max(0, len(self.blocks) - self.capacity)]
+
+
+prompts = st.text("ab", min_size=1, max_size=8)
+steps = st.lists(
+    st.one_of(
+        prompts.map(lambda text: ("touch", text)),
+        st.integers(1, 12).map(lambda capacity: ("resize", capacity)),
+        prompts.map(lambda text: ("fail", text)),
+        st.just(("clear", "")),
+    ),
+    max_size=40,
+)
+
+
+@settings(max_examples=300)
+@given(st.integers(1, 12), steps)
+def test_behaves_like_a_plain_lru_and_never_has_a_hole(capacity: int, walk: list[tuple[str, str | int]]) -> None:
+    index, replica = index_of(capacity)
+    plain = PlainLru(capacity)
+    for now, (step, value) in enumerate(walk):
+        match step, value:
+            case "touch", str(text):
+                replica.touch(chain(text), float(now))
+                plain.touch(chain(text))
+            case "resize", int(size):
+                index.resize(A, size)
+                plain.capacity = size
+                plain.shrink()
+            case "clear", _:
+                replica.clear()
+                plain.blocks.clear()
+            case "fail", str(text):
+                new = [block for block in chain(text)[: plain.capacity] if block not in plain.blocks]
+                matched, record = replica.touch(chain(text), float(now))
+                plain.touch(chain(text))
+                assert record is not None
+                replica.take_back(record, matched)
+                plain.blocks = [block for block in plain.blocks if block not in new]
+        assert set(replica.held) == set(plain.blocks)
+        assert list(eviction_order(replica)) == plain.blocks
+        assert dict(index.copies) == dict.fromkeys(plain.blocks, 1)
+        check_records(replica)
+        for text in ("aaaaaaaa", "abababab", "bbbbbbbb", *[str(value) for _, value in walk if isinstance(value, str)]):
+            held = [block in replica.held for block in chain(text)]
+            assert held == sorted(held, reverse=True), "a hole"
+            assert replica.match(chain(text)) == sum(held)
+
+
+def eviction_order(replica: ReplicaIndex):  # type: ignore[no-untyped-def]
+    for record in replica.records.values():
+        yield from reversed(record.blocks[record.begin - record.offset : record.end - record.offset])
+
+
+def check_records(replica: ReplicaIndex) -> None:
+    """Each held block belongs to exactly one record's run, and no record is empty or mostly dead weight."""
+    for record in replica.records.values():
+        run = record.blocks[record.begin - record.offset : record.end - record.offset]
+        assert run
+        assert all(replica.held[block] is record for block in run)
+        assert 2 * (record.begin - record.offset) <= len(record.blocks)
+    assert sum(record.end - record.begin for record in replica.records.values()) == len(replica)
+
+
+@given(st.lists(st.integers(0, 1 << 64), unique=True, max_size=70), st.integers(0, 70))
+def test_finds_the_match_length_by_halving(blocks: list[BlockHash], held: int) -> None:
+    assert match_length(dict.fromkeys(blocks[:held]), blocks) == min(held, len(blocks))
+
+
+def test_evicts_the_oldest_prompt_from_its_tail() -> None:
+    _, replica = index_of(6)
+    replica.touch(chain("abcd"), 1.0)
+    replica.touch(chain("xyz"), 2.0)
+    assert replica.match(chain("abcd")) == 3
+    assert replica.match(chain("xyz")) == 3
+
+
+def test_a_shared_head_outlives_old_tails() -> None:
+    _, replica = index_of(6)
+    for now, tail in enumerate("12345678"):
+        replica.touch(chain("sys" + tail), float(now))
+    assert replica.match(chain("sys")) == 3
+    assert [replica.match(chain("sys" + tail)) for tail in "45678"] == [3, 3, 4, 4, 4]
+
+
+def test_a_prompt_longer_than_the_cache_keeps_its_head() -> None:
+    _, replica = index_of(4)
+    replica.touch(chain("abcdefgh"), 1.0)
+    assert replica.match(chain("abcdefgh")) == 4
+
+
+def test_counts_copies_over_replicas_and_forgets_a_removed_one() -> None:
+    index, a = index_of(10)
+    b = index.add(B, 10)
+    a.touch(chain("abc"), 1.0)
+    b.touch(chain("abd"), 1.0)
+    assert [index.copies[block] for block in chain("abc")] == [2, 2, 1]
+    assert index.match_anywhere(chain("abdx")) == 3
+    index.remove(B)
+    assert index.match_anywhere(chain("abdx")) == 2
+    assert [index.copies[block] for block in chain("abc")] == [1, 1, 1]
+
+
+class TestEvictionLoss:
+    def test_is_nothing_while_there_is_room(self) -> None:
+        _, replica = index_of(10)
+        replica.touch(chain("abcde"), 0.0)
+        assert replica.eviction_loss(5, 1.0, 10.0) == 0.0
+
+    def test_values_what_goes_by_its_age(self) -> None:
+        _, replica = index_of(8)
+        replica.touch(chain("abcd"), 0.0)
+        replica.touch(chain("wxyz"), 5.0)
+        assert replica.eviction_loss(3, 10.0, 10.0) == pytest.approx(3 * exp(-1.0))
+        assert replica.eviction_loss(6, 10.0, 10.0) == pytest.approx(4 * exp(-1.0) + 2 * exp(-0.5))
+
+    def test_a_block_that_another_replica_has_too_is_worth_half(self) -> None:
+        index, replica = index_of(4)
+        index.add(B, 10).touch(chain("abcd"), 0.0)
+        replica.touch(chain("abcd"), 0.0)
+        assert replica.eviction_loss(2, 0.0, 10.0) == pytest.approx(1.0)
+
+    def test_of_a_long_eviction_is_estimated_from_its_beginning(self) -> None:
+        _, replica = index_of(100)
+        for i in range(100):
+            replica.touch([BlockHash(i)], 0.0)
+        assert replica.eviction_loss(100, 10.0, 10.0) == pytest.approx(100 * exp(-1.0))
+
+
+def test_tau_is_the_mean_age_of_the_tails_of_full_replicas() -> None:
+    index, a = index_of(2)
+    b, c = index.add(B, 2), index.add(C, 100)
+    assert index.tau(50.0) == DEFAULT_TAU_SECONDS
+    a.touch(chain("ab"), 10.0)
+    c.touch(chain("xy"), 1.0)
+    assert index.tau(50.0) == pytest.approx(40.0)
+    b.touch(chain("cd"), 30.0)
+    assert index.tau(50.0) == pytest.approx(30.0)
+    a.clear()
+    assert index.tau(50.0) == pytest.approx(20.0)
+    index.remove(B)
+    assert index.tau(50.0) == DEFAULT_TAU_SECONDS
+
+
+class TestHotPrefix:
+    def test_is_found_where_many_prompts_part(self) -> None:
+        index, replica = index_of(1_000)
+        for i in range(6):
+            replica.touch(chain(f"system{i}tail"), 1.0)
+        assert index.hot_depth(chain("systemXtail"), 6, 1.0) == 6
+        assert index.hot_depth(chain("systemXtail"), 7, 1.0) == 0
+        assert index.hot_depth(chain("sysXtail"), 6, 1.0) == 0
+
+    def test_branches_below_count_for_what_is_above(self) -> None:
+        index, replica = index_of(1_000)
+        for group in "abcd":
+            for j in range(4):
+                replica.touch(chain(f"root{group}sub{j}"), 0.0)
+        assert index.hot_depth(chain("rootasubX"), 4, 0.0) == 8
+        assert index.hot_depth(chain("rootasubX"), 12, 0.0) == 4
+
+    def test_a_conversation_that_goes_on_is_not_a_branch(self) -> None:
+        index, replica = index_of(1_000)
+        text = "s"
+        for turn in range(30):
+            text += f"{turn}"
+            replica.touch(chain(text), float(turn))
+        assert index.hot_depth(chain(text), 2, 30.0) == 0
+
+    def test_cools_when_no_new_prompts_come(self) -> None:
+        index, replica = index_of(1_000)
+        for i in range(8):
+            replica.touch(chain(f"system{i}"), 0.0)
+        assert index.hot_depth(chain("systemX"), 8, 0.0) == 6
+        assert index.hot_depth(chain("systemX"), 8, 3_600.0) == 0
+
+    def test_is_forgotten_with_its_last_copy(self) -> None:
+        index, replica = index_of(1_000)
+        for i in range(8):
+            replica.touch(chain(f"system{i}"), 0.0)
+        replica.clear()
+        replica.touch(chain("system"), 0.0)
+        assert index.hot_depth(chain("systemX"), 2, 0.0) == 0
+
+
+class TestMemory:
+    def test_is_shared_by_need(self) -> None:
+        index = PrefixIndex(1_000_000)
+        small, large, larger = index.add(A, 10), index.add(B, 1_000_000), index.add(C, 2_000_000)
+        assert small.max_bytes == 10 * 650
+        assert large.max_bytes == pytest.approx((1_000_000 - 6_500) / 2, abs=2)
+        assert larger.max_bytes == pytest.approx(large.max_bytes, abs=2)
+        assert index.remove(C) is None
+        assert large.max_bytes == 1_000_000 - 6_500
+
+    @pytest.mark.parametrize(("prompt_blocks", "shared_blocks"), [(1, 0), (8, 0), (8, 4), (200, 0)])
+    def test_stays_within_a_tenth_of_the_cap(self, prompt_blocks: int, shared_blocks: int) -> None:
+        """Real memory, as the allocator sees it, for prompts that never repeat."""
+        random, cap = Random(1), 4 << 20
+        tracemalloc.start()
+        try:
+            before = tracemalloc.get_traced_memory()[0]
+            index = PrefixIndex(cap)
+            replicas = [index.add(ReplicaId(f"http://r{i}"), 1_000_000) for i in range(2)]
+            shared = [BlockHash(random.getrandbits(64)) for _ in range(shared_blocks)]
+            peak = 0
+            for i in range(80_000 // prompt_blocks):
+                own = [BlockHash(random.getrandbits(64)) for _ in range(prompt_blocks - shared_blocks)]
+                replicas[i % 2].touch(shared + own, float(i))
+                if i % 50 == 0:
+                    peak = max(peak, tracemalloc.get_traced_memory()[0] - before)
+        finally:
+            tracemalloc.stop()
+        assert peak <= 1.1 * cap
+        assert index.memory_bytes <= cap
+        assert peak >= 0.4 * cap, "the estimate wastes more than half of what was granted"
+
+    def test_the_hot_set_survives_a_flood(self) -> None:
+        random = Random(2)
+        index, replica = index_of(1_000_000, memory_bytes=1 << 20)
+        hot = [[BlockHash(random.getrandbits(64)) for _ in range(8)] for _ in range(20)]
+        for i in range(20_000):
+            replica.touch([BlockHash(random.getrandbits(64)) for _ in range(8)], float(i))
+            replica.touch(hot[i % 20], float(i))
+        assert all(replica.match(prompt) == 8 for prompt in hot)
+        assert index.memory_bytes <= 1 << 20
