@@ -75,7 +75,7 @@ class Health:
         self.state = HealthState.UNKNOWN
         self.last_failure = ""
         self.ejected_at = 0.0
-        self.retry_at = 0.0
+        self.retry_at = float("-inf")
         """End of the back-off."""
         self.flights_failed = False
         """The ejection was (also) for failed flights: it does not just answer probes badly."""

@@ -82,7 +82,7 @@ class Load:
         self._ends: deque[float] = deque(maxlen=RECENT_ENDS)
         self._stale_seconds = STALE_INTERVALS * ASSUMED_INTERVAL_SECONDS
         self._refusals = 0
-        self._refusing_until = 0.0
+        self._refusing_until = float("-inf")
 
     def __repr__(self) -> str:
         return f"<Load {self.in_flight} in flight, {self._pending_tokens:.0f} tokens pending, foreign {self._foreign}>"

@@ -21,6 +21,11 @@ TTFT_FLOOR_SECONDS = 0.015
 MAX_AHEAD_RATIO = 4.0
 """Work ahead of a flight is itself an estimate: where it is more than four times the flight's own, nothing is
 learned."""
+LIKENESS = 0.15
+"""Replicas of one fleet that differ by up to 15 % are taken as equal. Larger deviations count, in full where much
+larger."""
+DOUBT = 4.0
+"""A replica's own deviation counts half after four flights."""
 BYTES_PER_TOKEN = 4.0
 """English text with a large vocabulary; exact for token ids, whose key has four bytes each."""
 MAX_MODELS = 256
@@ -64,35 +69,20 @@ class LearnedRatio:
 
 
 class PrefillRate:
-    """Uncached prompt tokens per second of one replica: its seed, times what the fleet taught, times its own part.
+    """Uncached prompt tokens per second of one replica. Made by `PrefillRates.add`."""
 
-    The split matters: were each replica learned alone, the first one to be tried would look faster than its untried
-    equals and get everything. And equal replicas never measure quite equally, so a small own part counts as none
-    (`LIKENESS`).
-    """
+    __slots__ = ("_fleet", "_seed", "speed", "value")
 
-    __slots__ = ("_deviation", "_factor", "_fleet", "_seed", "count")
-
-    LIKENESS = 0.15
-    """Own deviations of up to 15 % are noise. Larger ones count, in full where they are much larger."""
-    SLOWEST_STEP = 0.05
-    """Half of the fleet's: what all replicas show is the fleet's."""
-    FADE = 0.02
-    """A deviation fades by 2 % with each observation unless it is confirmed."""
-
-    def __init__(self, seed: float, fleet: LearnedRatio) -> None:
+    def __init__(self, seed: float, fleet: PrefillRates) -> None:
         self._seed = seed
         self._fleet = fleet
-        self._deviation = 0.0  # natural logarithm
-        self._factor = seed
-        self.count = 0
+        self.speed: LearnedRatio | None = None
+        """How many times faster than its seed it was seen to be; `None` before its first lesson."""
+        self.value = seed
+        self.follow(fleet.speed)
 
     def __repr__(self) -> str:
-        return f"<PrefillRate {self.value:.0f}/s from {self.count}>"
-
-    @property
-    def value(self) -> float:
-        return self._factor * self._fleet.value
+        return f"<PrefillRate {self.value:.0f}/s from {self.speed.count if self.speed else 0} flights>"
 
     def learn_flight(self, own_tokens: float, ahead_tokens: float, ttft_seconds: float) -> None:
         """Own uncached tokens and those booked ahead of them were all done when the first token came."""
@@ -103,17 +93,58 @@ class PrefillRate:
 
     def learn(self, observed: float) -> None:
         """It did `observed` tokens per second once."""
-        self._fleet.learn(observed / self._seed / exp(self._deviation))
-        error = bounded(log(observed / self._seed / self._fleet.value) - self._deviation)
-        self._deviation += error * max(self.SLOWEST_STEP, 1.0 / (self.count + 4)) - self.FADE * self._deviation
-        self.count += 1
-        own = sqrt(max(0.0, self._deviation**2 - self.LIKENESS**2))
-        self._factor = self._seed * exp(copysign(own, self._deviation))
+        if self.speed is None:
+            self.speed = LearnedRatio(self._fleet.speed, 0.001, 1_000.0)
+        self.speed.learn(observed / self._seed)
+        self._fleet.learned()
+
+    def follow(self, fleet_speed: float) -> None:
+        """The fleet's speed, and as much of its own as is more than noise and well enough known."""
+        self.value = self._seed * fleet_speed
+        if self.speed is not None:
+            own = log(self.speed.value / fleet_speed)
+            if abs(own) > LIKENESS:
+                trust = self.speed.count / (self.speed.count + DOUBT)
+                self.value *= exp(trust * copysign(sqrt(own**2 - LIKENESS**2), own))
 
 
-def fleet_speed() -> LearnedRatio:
-    """How much faster than their seeds the replicas of a fleet are, in common."""
-    return LearnedRatio(1.0, 0.001, 1_000.0)
+class PrefillRates:
+    """Prefill rates of a fleet, learned together.
+
+    Were each replica learned alone, the first one to be tried would look faster than its untried equals and get
+    everything. So an untried replica is taken to be as much faster than its seed as the median of the others. And equal
+    replicas never measure quite equally, so a small deviation from the median counts as none.
+    """
+
+    __slots__ = ("_rates", "speed")
+
+    def __init__(self) -> None:
+        self._rates: list[PrefillRate] = []
+        self.speed = 1.0
+        """How many times faster than their seeds the replicas are: the median of those that were tried."""
+
+    def __repr__(self) -> str:
+        return f"<PrefillRates of {len(self._rates)} replicas, {self.speed:.2f} times their seeds>"
+
+    def add(self, seed: float) -> PrefillRate:
+        rate = PrefillRate(seed, self)
+        self._rates.append(rate)
+        return rate
+
+    def remove(self, rate: PrefillRate) -> None:
+        self._rates.remove(rate)
+
+    def learned(self) -> None:
+        """One of them learned: all follow."""
+        speeds = sorted([rate.speed.value for rate in self._rates if rate.speed is not None])
+        if speeds:
+            self.speed = (speeds[len(speeds) // 2] + speeds[(len(speeds) - 1) // 2]) / 2
+        for rate in self._rates:
+            rate.follow(self.speed)
+
+    def typical(self) -> float | None:
+        """Mean over the replicas, `None` without any."""
+        return sum(rate.value for rate in self._rates) / len(self._rates) if self._rates else None
 
 
 class BytesPerToken:

@@ -58,7 +58,7 @@ from gateway.core.ownership import Ownership
 from gateway.core.pickers import Ranking, ranked
 from gateway.core.policy import Policy, policy_named
 from gateway.core.prefix_index import PrefixIndex, ReplicaIndex, match_length
-from gateway.core.rates import BYTES_PER_TOKEN, BytesPerToken, PrefillRate, fleet_speed
+from gateway.core.rates import BYTES_PER_TOKEN, BytesPerToken, PrefillRate, PrefillRates
 from gateway.core.settings import RoutingSettings
 
 HOT_BRANCHES_PER_REPLICA = 3
@@ -201,7 +201,7 @@ class Router:
         self._policy = policy_named(settings.policy)
         self._replicas: dict[ReplicaId, Replica] = {}
         self._index = PrefixIndex(settings.index_memory_mib * 1024 * 1024)
-        self._fleet_speed = fleet_speed()
+        self._rates = PrefillRates()
         self._bytes_per_token = BytesPerToken()
         self._admission = Admission(settings.max_in_flight, settings.max_waiting, settings.max_wait_seconds)
         self._ownership = Ownership()
@@ -242,6 +242,7 @@ class Router:
             case ReplicaRemoved():
                 del self._replicas[replica.id]
                 self._index.remove(replica.id)
+                self._rates.remove(replica.rate)
 
     def admit(self, request: RouteRequest, now: float) -> Admitted | Waiting | Shed:
         """May it be decided now? The ticket's `leave` must be called in the end, whatever the answer."""
@@ -249,7 +250,8 @@ class Router:
         if self._admission.is_crowded:
             ratio = self._bytes_per_token.of(request.model, request.space)
             held = self._index.match_anywhere(request.blocks) * self._settings.block_bytes
-            prefill_seconds = (request.length - held) / ratio / self._typical_rate()
+            rate = self._rates.typical() or self._settings.default_prefill_rate
+            prefill_seconds = (request.length - held) / ratio / rate
         return self._admission.admit(request, prefill_seconds, now)
 
     def decide(
@@ -352,7 +354,7 @@ class Router:
             return
         tokens = float(self._settings.default_cache_tokens)
         index = self._index.add(fact.replica, self._blocks(tokens, BYTES_PER_TOKEN))
-        rate = PrefillRate(fact.prefill_rate or self._settings.default_prefill_rate, self._fleet_speed)
+        rate = self._rates.add(fact.prefill_rate or self._settings.default_prefill_rate)
         self._replicas[fact.replica] = Replica(fact.replica, index, tokens, rate)
 
     def _blocks(self, tokens: float, bytes_per_token: float) -> int:
@@ -404,10 +406,6 @@ class Router:
         replica.misses = 0 if usage.cached_tokens else replica.misses + 1
         if replica.misses >= MISSES_TO_CLEAR:
             self._clear(replica)
-
-    def _typical_rate(self) -> float:
-        rates = [replica.rate.value for replica in self._replicas.values()]
-        return sum(rates) / len(rates) if rates else self._settings.default_prefill_rate
 
     def _owner_of(self, pinned: ReplicaId, now: float, exclude: Collection[ReplicaId]) -> Replica:
         replica = self._replicas.get(pinned)

@@ -12,7 +12,14 @@ from hypothesis import strategies as st
 
 from gateway.core.blocks import block_hashes
 from gateway.core.model import BlockHash, ReplicaId
-from gateway.core.prefix_index import DEFAULT_TAU_SECONDS, PrefixIndex, ReplicaIndex, match_length
+from gateway.core.prefix_index import (
+    BLOCK_BYTES,
+    DEFAULT_TAU_SECONDS,
+    RECORD_BYTES,
+    PrefixIndex,
+    ReplicaIndex,
+    match_length,
+)
 
 A, B, C = ReplicaId("http://a"), ReplicaId("http://b"), ReplicaId("http://c")
 
@@ -231,11 +238,11 @@ class TestMemory:
     def test_is_shared_by_need(self) -> None:
         index = PrefixIndex(1_000_000)
         small, large, larger = index.add(A, 10), index.add(B, 1_000_000), index.add(C, 2_000_000)
-        assert small.max_bytes == 10 * 650
-        assert large.max_bytes == pytest.approx((1_000_000 - 6_500) / 2, abs=2)
+        assert small.max_bytes == 10 * (BLOCK_BYTES + RECORD_BYTES)
+        assert large.max_bytes == pytest.approx((1_000_000 - small.max_bytes) / 2, abs=2)
         assert larger.max_bytes == pytest.approx(large.max_bytes, abs=2)
         assert index.remove(C) is None
-        assert large.max_bytes == 1_000_000 - 6_500
+        assert large.max_bytes == 1_000_000 - small.max_bytes
 
     @pytest.mark.parametrize(("prompt_blocks", "shared_blocks"), [(1, 0), (8, 0), (8, 4), (200, 0)])
     def test_stays_within_a_tenth_of_the_cap(self, prompt_blocks: int, shared_blocks: int) -> None:
