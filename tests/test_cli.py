@@ -296,6 +296,22 @@ def test_a_killed_replica_is_reported_and_the_gateway_goes_on(start):
     assert up.stop() == 0
 
 
+def test_the_first_ctrl_c_lets_a_request_finish_and_the_second_does_not(start):
+    up = start("up", "--port", "0", "--replicas", "1")
+    up.wait_for(lambda: "print(" in up.out)
+    url, replica = re.search(r"serves (\S+) in front of (\S+)\. ", up.out).groups()
+    endless = {**BODY, "max_tokens": 100_000, "ignore_eos": True, "stream": True}
+    with httpx.stream("POST", f"{url}/v1/chat/completions", json=endless, timeout=STOP_SECONDS) as answer:
+        events = answer.iter_lines()
+        next(events)
+        up.process.send_signal(signal.SIGINT)
+        up.wait_for(lambda: refuses_connections(url))
+        for _ in range(50):  # still running, past what may have been under way
+            next(events)
+        assert up.stop(signal.SIGINT) == 0
+    assert refuses_connections(replica)
+
+
 def cmdline(pid: int) -> str:
     return Path(f"/proc/{pid}/cmdline").read_bytes().decode()
 
