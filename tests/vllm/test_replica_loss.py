@@ -38,7 +38,10 @@ def test_a_killed_replica_is_survived_and_taken_back(
     assert warm_there
 
     messages: Any = [{"role": "user", "content": warm_there[0]}]
-    stream = gateway.chat.completions.create(model="tiny", messages=messages, max_tokens=12_000, stream=True)
+    endless: Any = {"ignore_eos": True}
+    stream = gateway.chat.completions.create(
+        model="tiny", messages=messages, max_tokens=12_000, stream=True, extra_body=endless
+    )
     assert stream.response.headers["x-warmlane-replica"] == victim
     events = iter(stream)
     next(events)
