@@ -17,12 +17,11 @@ from __future__ import annotations
 
 import heapq
 import math
-from bisect import bisect_left
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from itertools import count, islice
+from itertools import count
 from typing import NamedTuple
 
 
@@ -89,6 +88,8 @@ class EngineRequest:
     first_token_at: float | None = None
     ended_at: float | None = None
     """Last token, or abort."""
+    known_blocks: int = 0
+    """Blocks found in the prefix cache; one more than it may use, perhaps."""
     private_blocks: int = 0
     """Blocks without an id that it holds: a partial last block and room for the answer."""
     decode_origin: float = 0.0
@@ -139,8 +140,8 @@ class PrefixCache:
     """Blocks of one engine: *held* by running requests (counted references), or *idle*, least recently used first.
 
     A request holds its chain from the root and gives it back tail first, so a block is never evicted before the blocks
-    that follow it: the cached part of any chain is a leading run, and binary search finds its end. `private` blocks
-    belong to one request and have no id (its partial last block, the room for its answer).
+    that follow it: the cached part of any chain is a leading run. `private` blocks belong to one request and have no id
+    (its partial last block, the room for its answer).
     """
 
     def __init__(self, capacity_blocks: int) -> None:
@@ -166,19 +167,23 @@ class PrefixCache:
     def match(self, blocks: Sequence[int]) -> int:
         """Length of the leading run of `blocks` that is cached."""
         held, idle = self._held, self._idle
-        return bisect_left(blocks, 1, key=lambda block: block not in held and block not in idle)
+        for place, block in enumerate(blocks):
+            if block not in held and block not in idle:
+                return place
+        return len(blocks)
 
     def acquire(self, blocks: Sequence[int], private: int) -> bool:
         """Hold `blocks` and `private` more, evicting what must go; or change nothing and say no."""
         held, idle = self._held, self._idle
-        known = bisect_left(blocks, 1, key=lambda block: block not in held)
+        known = sum(map(held.__contains__, blocks))
         if self.held + len(blocks) - known + private > self.capacity_blocks:
             return False
-        for block in islice(blocks, known):
-            held[block] += 1
-        for block in islice(blocks, known, None):
-            idle.pop(block, None)
-            held[block] = 1
+        for block in blocks:
+            if block in held:
+                held[block] += 1
+            else:
+                idle.pop(block, None)
+                held[block] = 1
         self.private += private
         for _ in range(self.held + len(idle) - self.capacity_blocks):
             idle.popitem(last=False)
@@ -380,11 +385,11 @@ class EngineModel:
             self._withdrawn -= 1
         if self._waiting and self._prefilling is None and len(self._running) < self.settings.max_num_seqs:
             request, size = self._waiting[0], self.settings.block_size
-            # At least the last token is computed, so a prompt of whole blocks never finds its last block.
-            found = min(self.cache.match(request.blocks), (request.prompt_tokens - 1) // size)
+            request.known_blocks = self.cache.match(request.blocks)
             if self.cache.acquire(request.blocks, request.private_blocks):
                 self._waiting.popleft()
-                self._start(request, found * size)
+                # At least the last token is computed, so a prompt of whole blocks never uses its last block.
+                self._start(request, min(request.known_blocks, (request.prompt_tokens - 1) // size) * size)
         self._prefill_speed, self._decode_speed = self._speeds()
 
     def _start(self, request: EngineRequest, cached_tokens: int) -> None:
@@ -426,7 +431,8 @@ class EngineModel:
         made = request.output_tokens if finished else self.generated(request, self._now)
         valid, generated = len(request.blocks), request.output_blocks[:0]
         if request is self._prefilling:
-            valid = max(0, request.prompt_tokens - math.ceil(self._prefill_left)) // size
+            computed = request.prompt_tokens - math.ceil(self._prefill_left)
+            valid = max(request.known_blocks, computed // size)
             self._prefilling = None
         elif made:
             self._batch -= 1

@@ -196,6 +196,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--max-model-len", type=int, default=None)
     add("--seed", type=int, default=replica.seed)
     add("--api-key", default=None)
+    add("--no-response-store", action="store_true", help="forget /v1/responses, as vLLM does unless told otherwise")
     add("--pooling", action="store_true", help="serve embeddings, rerank and score")
     add("--dev-mode", action="store_true", help="serve /sleep, /reset_prefix_cache and their kin")
     return parser
@@ -222,6 +223,7 @@ def main(arguments: list[str] | None = None) -> None:
             api_key=options.api_key,
             pooling=options.pooling,
             dev_mode=options.dev_mode,
+            store_responses=not options.no_response_store,
         )
         serve(settings, options.host, options.port)
     except (ValueError, OSError) as error:

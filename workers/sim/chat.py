@@ -181,19 +181,18 @@ def unparsed_text(answer: Answer) -> str:
 
 def message_of(answer: Answer) -> dict[str, Any]:
     called = answer.call is not None and answer.finish_reason == "stop"
-    message: dict[str, Any] = {
+    function = {"name": answer.call, "arguments": answer.text}
+    calls = {"tool_calls": [{"id": call_id(), "type": "function", "function": function}]} if called else {}
+    return {
         "role": "assistant",
         "content": "" if called else unparsed_text(answer),
         "refusal": None,
         "annotations": None,
         "audio": None,
         "function_call": None,
+        **calls,
         "reasoning": None,
     }
-    if called:
-        function = {"name": answer.call, "arguments": answer.text}
-        message["tool_calls"] = [{"id": call_id(), "type": "function", "function": function}]
-    return message
 
 
 async def _stream(exchange: Exchange, job: ChatJob, run: Run, identity: dict[str, Any], usage: _Usage) -> None:

@@ -62,13 +62,19 @@ def raw_prompts(prompt: Any) -> list[str | list[int]]:
         return prompt
     if all(isinstance(item, list) and all(isinstance(token, int) for token in item) for item in prompt):
         return prompt
+    raise InvalidBody(*_faults_of_items(prompt))
+
+
+def _faults_of_items(prompt: list[Any]) -> list[Fault]:
+    """Why a list is none of the four forms, in the order in which pydantic tries them."""
     where, first = "body.prompt.0", prompt[0]
-    raise InvalidBody(
-        Fault("int_type", where, "Input should be a valid integer", first),
-        _wrong("list", where, first),
-        _wrong("string", "body.prompt", prompt),
-        _wrong("string", where, first),
-    )
+    faults = [Fault("int_type", where, "Input should be a valid integer", first)]
+    if isinstance(first, list):
+        message = "Input should be a valid integer, unable to parse string as an integer"
+        faults.append(Fault("int_parsing", f"{where}.0", message, first[0] if first else None))
+    else:
+        faults.append(_wrong("list", where, first))
+    return [*faults, _wrong("string", "body.prompt", prompt), _wrong("string", where, first)]
 
 
 def _wrong(kind: str, where: str, value: Any) -> Fault:

@@ -69,6 +69,19 @@ class WrongMediaType(ApiError):
         return self.openai_body()
 
 
+class Unparsable(ApiError):
+    """Bytes that are no text in any way: refused before vLLM's own handlers, hence another form."""
+
+    def __init__(self) -> None:
+        super().__init__(400, "There was an error parsing the body")
+
+    def openai_body(self) -> bytes:
+        return msgspec.json.encode({"detail": self.message})
+
+    def anthropic_body(self) -> bytes:
+        return self.openai_body()
+
+
 def parameter_error(message: str, param: str, value: Any = None) -> ApiError:
     suffix = f"(parameter={param})" if value is None else f"(parameter={param}, value={value})"
     return ApiError(400, f"{message} {suffix}", param)

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from workers.sim.errors import ApiError, Fault, InvalidBody, WrongMediaType
+from workers.sim.errors import Fault, InvalidBody, Unparsable, WrongMediaType
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -109,4 +109,4 @@ def _decode(body: bytes) -> Any:
             Fault("json_invalid", f"body.{error.pos}", "JSON decode error", {}, {"error": error.msg})
         ) from error
     except (UnicodeDecodeError, RecursionError) as error:
-        raise ApiError(400, "There was an error parsing the body", None, "Bad Request") from error
+        raise Unparsable from error

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from workers.sim import tokenizer
-from workers.sim.answers import Answer
+from workers.sim.answers import WORDS, Answer
 
 
 def _value(token: int, rank: int) -> float:
@@ -25,6 +25,11 @@ def chat(answer: Answer, start: int, end: int, alternatives: int) -> dict[str, A
     return {"content": content}
 
 
+def _alternatives(token: int, text: str, count: int) -> dict[str, float]:
+    others = {f" {name}": _value(token, rank) for rank, name in enumerate(WORDS[:count], start=1)}
+    return {text: _value(token, 0), **others}
+
+
 def completion(answer: Answer, start: int, end: int, alternatives: int) -> dict[str, Any]:
     texts = _texts(answer, start, end)
     offset = answer.ends[start - 1] if start else 0
@@ -32,5 +37,5 @@ def completion(answer: Answer, start: int, end: int, alternatives: int) -> dict[
         "text_offset": [offset, *answer.ends[start : end - 1]],
         "token_logprobs": [_value(token, 0) for token, _ in texts],
         "tokens": [text for _, text in texts],
-        "top_logprobs": [{text: _value(token, 0)} if alternatives else None for token, text in texts],
+        "top_logprobs": [_alternatives(token, text, alternatives) for token, text in texts],
     }

@@ -31,7 +31,7 @@ KINDS: dict[str, fields.Kind] = {
     "cache_salt": fields.STRING,
     "output_config": fields.OBJECT,
 }
-PASSED = ("model", "max_tokens", "stream", "temperature", "top_p", "cache_salt")
+PASSED = ("model", "stream", "temperature", "top_p", "cache_salt")
 """Fields that mean the same in a chat."""
 ROLES = ("user", "assistant", "system")
 CHOICES = {"auto": "auto", "any": "required", "none": "none"}
@@ -80,6 +80,8 @@ async def count_tokens(generator: Generator, exchange: Exchange) -> None:
 
 def _chat_body(values: dict[str, Any]) -> dict[str, Any]:
     body = {name: values[name] for name in PASSED if name in values}
+    if "max_tokens" in values:
+        body["max_completion_tokens"] = values["max_tokens"]
     body["messages"] = _chat_messages(values)
     if "stop_sequences" in values:
         body["stop"] = list(values["stop_sequences"])

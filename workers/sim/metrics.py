@@ -41,8 +41,8 @@ class Metrics:
 
     def _write_process(self, lines: list[str]) -> None:
         usage = resource.getrusage(resource.RUSAGE_SELF)
-        version = ".".join(map(str, sys.version_info[:3]))
-        python = {"implementation": "CPython", "major": "3", "minor": str(sys.version_info[1]), "version": version}
+        release = dict(zip(("major", "minor", "patchlevel"), map(str, sys.version_info[:3]), strict=True))
+        python = {"implementation": "CPython", **release, "version": ".".join(release.values())}
         values: tuple[tuple[str, str, str, Mapping[str, str], float], ...] = (
             ("python_info", "gauge", "Python platform information", python, 1.0),
             (

@@ -36,6 +36,10 @@ def chat_choice(choice: Any) -> Any:
     return choice
 
 
+def echoed_choice(choice: Any) -> Any:
+    return {"name": choice.get("name"), "type": "function"} if isinstance(choice, dict) else choice
+
+
 def echoed_tool(tool: dict[str, Any]) -> dict[str, Any]:
     return {
         "name": tool.get("name"),
@@ -53,43 +57,40 @@ def echoed_tool(tool: dict[str, Any]) -> dict[str, Any]:
 # ---- an answer as output items ---------------------------------------------------------------------------------------
 
 
+def event(kind: str, **fields: Any) -> Event:
+    """One event, its keys in vLLM's order; whoever sends it sets the number."""
+    return dict(sorted({**fields, "sequence_number": 0, "type": f"response.{kind}"}.items()))
+
+
 class TextParts:
     """Events and item of a text answer."""
 
     def __init__(self, answer: Answer) -> None:
         self._text = answer.text
         self._id = f"msg_{token_hex(8)}"
-        self._place = {"content_index": 0, "item_id": self._id, "output_index": 0}
 
     def item(self, status: str) -> dict[str, Any]:
-        content = [self._part(self._text, None)] if status == "completed" else []
-        return {
-            "id": self._id,
-            "content": content,
-            "role": "assistant",
-            "status": status,
-            "type": "message",
-            "phase": None,
-        }
+        content = [_text_part(self._text, None)] if status == "completed" else []
+        identity = {"id": self._id, "content": content, "role": "assistant", "status": status}
+        return {**identity, "type": "message", "phase": None}
 
-    def _part(self, text: str, logprobs: list[Any] | None) -> dict[str, Any]:
-        return {"annotations": [], "text": text, "type": "output_text", "logprobs": logprobs}
+    def _event(self, kind: str, **fields: Any) -> Event:
+        return event(kind, content_index=0, item_id=self._id, output_index=0, **fields)
 
     def opening(self) -> list[Event]:
-        item = self.item("in_progress")
         return [
-            {"item": item, "output_index": 0, "type": "response.output_item.added"},
-            {**self._place, "part": self._part("", []), "type": "response.content_part.added"},
+            _item_event("added", self.item("in_progress")),
+            self._event("content_part.added", part=_text_part("", [])),
         ]
 
     def delta(self, text: str) -> Event:
-        return {**self._place, "delta": text, "logprobs": [], "type": "response.output_text.delta"}
+        return self._event("output_text.delta", delta=text, logprobs=[])
 
     def closing(self) -> list[Event]:
         return [
-            {**self._place, "logprobs": [], "text": self._text, "type": "response.output_text.done"},
-            {**self._place, "part": self._part(self._text, None), "type": "response.content_part.done"},
-            {"item": self.item("completed"), "output_index": 0, "type": "response.output_item.done"},
+            self._event("output_text.done", logprobs=[], text=self._text),
+            self._event("content_part.done", part=_text_part(self._text, None)),
+            _item_event("done", self.item("completed")),
         ]
 
 
@@ -114,18 +115,19 @@ class CallParts:
         }
 
     def opening(self) -> list[Event]:
-        return [{"item": self.item("in_progress"), "output_index": 0, "type": "response.output_item.added"}]
+        return [_item_event("added", self.item("in_progress"))]
 
     def delta(self, text: str) -> Event:
-        kind = "response.function_call_arguments.delta"
-        return {"delta": text, "item_id": self._id, "output_index": 0, "type": kind}
+        return event("function_call_arguments.delta", delta=text, item_id=self._id, output_index=0)
 
     def closing(self) -> list[Event]:
-        done = {
-            "arguments": self._arguments,
-            "item_id": self._id,
-            "output_index": 0,
-            "type": "response.function_call_arguments.done",
-            "name": self._name,
-        }
-        return [done, {"item": self.item("completed"), "output_index": 0, "type": "response.output_item.done"}]
+        done = event("function_call_arguments.done", arguments=self._arguments, item_id=self._id, output_index=0)
+        return [{**done, "name": self._name}, _item_event("done", self.item("completed"))]
+
+
+def _text_part(text: str, logprobs: list[Any] | None) -> dict[str, Any]:
+    return {"annotations": [], "text": text, "type": "output_text", "logprobs": logprobs}
+
+
+def _item_event(kind: str, item: dict[str, Any]) -> Event:
+    return event(f"output_item.{kind}", item=item, output_index=0)

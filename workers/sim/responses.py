@@ -20,7 +20,17 @@ from workers.sim.chat import ChatJob
 from workers.sim.errors import ApiError, Fault, InvalidBody, parameter_error
 from workers.sim.exchange import Exchange
 from workers.sim.generation import Counts, Generator
-from workers.sim.response_items import CallParts, Event, TextParts, chat_choice, chat_message, chat_tool, echoed_tool
+from workers.sim.response_items import (
+    CallParts,
+    Event,
+    TextParts,
+    chat_choice,
+    chat_message,
+    chat_tool,
+    echoed_choice,
+    echoed_tool,
+    event,
+)
 from workers.sim.service import Run, RunAborted
 
 KINDS: dict[str, fields.Kind] = {
@@ -43,11 +53,19 @@ KINDS: dict[str, fields.Kind] = {
 }
 PASSED = ("model", "temperature", "top_p", "cache_salt", "seed", "ignore_eos")
 """Fields that mean the same in a chat."""
-ECHOED: dict[str, Any] = {
+BLANK: dict[str, Any] = {
+    "id": "",
+    "created_at": 0,
+    "incomplete_details": None,
     "instructions": None,
     "metadata": None,
+    "model": "",
+    "object": "response",
+    "output": [],
     "parallel_tool_calls": True,
     "temperature": 1.0,
+    "tool_choice": "none",
+    "tools": [],
     "top_p": 1.0,
     "background": False,
     "max_output_tokens": None,
@@ -56,14 +74,26 @@ ECHOED: dict[str, Any] = {
     "prompt": None,
     "reasoning": None,
     "service_tier": "auto",
+    "status": "in_progress",
     "text": None,
     "top_logprobs": None,
     "truncation": "disabled",
+    "usage": None,
     "user": None,
     "presence_penalty": 0.0,
     "frequency_penalty": 0.0,
+    "kv_transfer_params": None,
+    "ec_transfer_params": None,
+    "input_messages": None,
+    "output_messages": None,
 }
-"""Request fields that a response repeats, with vLLM's defaults."""
+"""A response before its first token, in vLLM's order."""
+ECHOED = (
+    *("instructions", "metadata", "parallel_tool_calls", "temperature", "top_p", "background", "max_output_tokens"),
+    *("max_tool_calls", "previous_response_id", "prompt", "reasoning", "service_tier", "text", "top_logprobs"),
+    *("truncation", "user", "presence_penalty", "frequency_penalty"),
+)
+"""Fields that repeat the request's."""
 MAX_STORED = 10_000  # vLLM never forgets one; a replica that lives through load tests should
 
 
@@ -108,10 +138,10 @@ class Responses:
             if stream:
                 await exchange.open_stream()
             final = job.response
-            async for event in self._events(job, run):
-                final = event.get("response", final)
+            async for part in self._events(job, run):
+                final = part.get("response", final)
                 if stream:
-                    await exchange.emit(event, event["type"])
+                    await exchange.emit(part, part["type"])
             self._store(job, final)
             if stream:
                 await exchange.close_stream()
@@ -176,25 +206,16 @@ class Responses:
         return messages + [chat_message(item) for item in values["input"] if item.get("type") != "reasoning"]
 
     def _opening(self, body: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]:
-        echoed = {name: default if body.get(name) is None else body[name] for name, default in ECHOED.items()}
         tools = values.get("tools") or []
-        return {
+        own: dict[str, Any] = {
             "id": f"resp_{token_hex(8)}",
             "created_at": int(time()),
-            "incomplete_details": None,
             "model": self._generator.settings.model,
-            "object": "response",
-            "output": [],
-            "tool_choice": values.get("tool_choice", "auto") if tools else "none",
+            "tool_choice": echoed_choice(values.get("tool_choice", "auto")) if tools else "none",
             "tools": [echoed_tool(tool) for tool in tools],
-            **echoed,
-            "status": "in_progress",
-            "usage": None,
-            "kv_transfer_params": None,
-            "ec_transfer_params": None,
-            "input_messages": None,
-            "output_messages": None,
         }
+        echoed = {name: body[name] for name in ECHOED if body.get(name) is not None}
+        return {**BLANK, **echoed, **own}
 
     # ---- running it --------------------------------------------------------------------------------------------------
 
@@ -204,15 +225,14 @@ class Responses:
     async def _events(self, job: ResponseJob, run: Run) -> AsyncIterator[Event]:
         """Every event of the response; the last carries it whole."""
         number = 0
-        async for event in self._unnumbered_events(job, run):
-            kind = event.pop("type")
-            yield {**event, "sequence_number": number, "type": kind}
+        async for part in self._unnumbered_events(job, run):
+            yield {**part, "sequence_number": number}
             number += 1
 
     async def _unnumbered_events(self, job: ResponseJob, run: Run) -> AsyncIterator[Event]:
         answer = run.answers[0]
-        yield {"response": job.response, "type": "response.created"}
-        yield {"response": job.response, "type": "response.in_progress"}
+        yield event("created", response=job.response)
+        yield event("in_progress", response=job.response)
         parts = CallParts(answer) if answer.call is not None else TextParts(answer)
         sent = 0
         while sent < len(answer.tokens):
@@ -221,15 +241,15 @@ class Responses:
                 await run.wait_news()
                 continue
             if sent == 0:
-                for event in parts.opening():
-                    yield event
+                for part in parts.opening():
+                    yield part
             text, sent = answer.piece(sent, made), made
             if text:
                 yield parts.delta(text)
         await run.wait_end()
-        for event in parts.closing():
-            yield event
-        yield {"response": self._final(job, run, parts.item("completed")), "type": "response.completed"}
+        for part in parts.closing():
+            yield part
+        yield event("completed", response=self._final(job, run, parts.item("completed")))
 
     def _final(self, job: ResponseJob, run: Run, item: dict[str, Any]) -> dict[str, Any]:
         counts = Counts(run, (job.chat.prompt,), self._generator.settings.engine.block_size)
@@ -271,11 +291,11 @@ class Responses:
     async def _run_background(self, job: ResponseJob, stored: StoredResponse) -> None:
         try:
             async with self._run(None, job) as run:
-                async for event in self._events(job, run):
-                    stored.events.append(event)
-                    if event["type"] == "response.completed":
-                        stored.response = event["response"]
-                        stored.messages = [*job.messages, chat_message(event["response"]["output"][0])]
+                async for part in self._events(job, run):
+                    stored.events.append(part)
+                    if part["type"] == "response.completed":
+                        stored.response = part["response"]
+                        stored.messages = [*job.messages, chat_message(part["response"]["output"][0])]
                     await _notify(stored)
         except (ApiError, RunAborted):
             stored.response = {**stored.response, "status": "failed"}
@@ -287,8 +307,8 @@ class Responses:
         await exchange.open_stream()
         while True:
             while start < len(stored.events):
-                event = stored.events[start]
-                await exchange.emit(event, event["type"])
+                part = stored.events[start]
+                await exchange.emit(part, part["type"])
                 start += 1
             if stored.ended:
                 break
