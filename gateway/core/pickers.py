@@ -17,13 +17,13 @@ Ranking = tuple[tuple[ReplicaView, Cost], ...]
 Row = tuple[ReplicaView, Cost]
 
 
-def ranked(views: Sequence[ReplicaView], costs: Sequence[Cost], draw: int, margin: float = 0.0) -> Ranking:
-    """Candidates in order of cost. Those within `margin` (a share of the lowest cost) of the best are tied with it."""
+def ranked(views: Sequence[ReplicaView], costs: Sequence[Cost], draw: int) -> Ranking:
+    """Candidates in order of cost."""
     rows = sorted(zip(views, costs, strict=True), key=total_of)
     if len(rows) > 1:
-        limit = rows[0][1].total * (1.0 + margin)
-        if rows[1][1].total <= limit:
-            count = next((i for i, row in enumerate(rows) if row[1].total > limit), len(rows))
+        least = rows[0][1].total
+        if rows[1][1].total == least:
+            count = next((i for i, row in enumerate(rows) if row[1].total != least), len(rows))
             rows[:count] = settled(rows[:count], draw)
     return tuple(rows)
 

@@ -23,8 +23,6 @@ class Policy(Protocol):
     name: ClassVar[str]
     reads_cache: ClassVar[bool]
     """Whether it reads `eviction_loss` and `hot_missing_tokens`; they are 0 otherwise (they take time to find)."""
-    margin: ClassVar[float]
-    """Costs within this share of the lowest count as equal."""
 
     def costs(self, request: RouteRequest, views: Sequence[ReplicaView], draw: int) -> list[Cost]:
         """One cost for each view, in the same order. `draw` counts requests started: the only source of chance."""
@@ -41,7 +39,6 @@ class RoundRobin:
 
     name: ClassVar[str] = "round-robin"
     reads_cache: ClassVar[bool] = False
-    margin: ClassVar[float] = 0.0
 
     def costs(self, request: RouteRequest, views: Sequence[ReplicaView], draw: int) -> list[Cost]:
         return [single("started", float(view.started)) for view in views]
@@ -53,7 +50,6 @@ class Random:
 
     name: ClassVar[str] = "random"
     reads_cache: ClassVar[bool] = False
-    margin: ClassVar[float] = 0.0
 
     def costs(self, request: RouteRequest, views: Sequence[ReplicaView], draw: int) -> list[Cost]:
         return [single("draw", xxh3_64_intdigest(view.replica.encode(), draw) / 2**64) for view in views]
@@ -65,7 +61,6 @@ class LeastRequests:
 
     name: ClassVar[str] = "least-requests"
     reads_cache: ClassVar[bool] = False
-    margin: ClassVar[float] = 0.0
 
     def costs(self, request: RouteRequest, views: Sequence[ReplicaView], draw: int) -> list[Cost]:
         return [single("requests", view.in_flight + view.foreign_requests) for view in views]
@@ -77,7 +72,6 @@ class LeastWork:
 
     name: ClassVar[str] = "least-work"
     reads_cache: ClassVar[bool] = False
-    margin: ClassVar[float] = 0.0
 
     def costs(self, request: RouteRequest, views: Sequence[ReplicaView], draw: int) -> list[Cost]:
         return [single("queue", scorers.queue_seconds(view)) for view in views]
@@ -89,7 +83,6 @@ class SessionHash:
 
     name: ClassVar[str] = "session-hash"
     reads_cache: ClassVar[bool] = False
-    margin: ClassVar[float] = 0.0
 
     bound: float = 1.25
     """A replica with more than this many times the mean of requests takes no further session: the usual bounded
@@ -125,7 +118,6 @@ class PrefixOnly:
 
     name: ClassVar[str] = "prefix-only"
     reads_cache: ClassVar[bool] = False
-    margin: ClassVar[float] = 0.0
 
     wait_weight: float = 1e-6
     """Tokens of match that a second of wait is worth: nothing, but enough to break ties."""
@@ -154,8 +146,6 @@ class CacheCost:
 
     name: ClassVar[str] = "cache-cost"
     reads_cache: ClassVar[bool] = True
-    margin: ClassVar[float] = 0.02
-    """Learned rates of equal replicas differ by about so much, and that is no reason to prefer one."""
 
     a: float = 3.0
     """Weight of own uncached tokens. 1 fills idle replicas, 4 sticks; flat between 2 and 4 in simulation."""

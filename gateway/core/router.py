@@ -268,7 +268,7 @@ class Router:
             candidates = self._candidates(request, now, exclude)
         views = self._views(candidates, request, now, chosen.reads_cache)
         draw = self._seed + self._started
-        ranking = ranked(views, chosen.costs(request, views, draw), draw, chosen.margin)
+        ranking = ranked(views, chosen.costs(request, views, draw), draw)
         return Decision(request, chosen.name, reason_of(request, ranking), ranking)
 
     def release(self, now: float) -> Release:
@@ -328,8 +328,10 @@ class Router:
     # ---- called by flights -----------------------------------------------------------------------------------------
 
     def settle(self, flight: Flight, replica: Replica, outcome: Outcome, now: float, usage: Usage | None) -> None:
-        """Learn from a flight that ended. A replica removed meanwhile is updated in vain, harmlessly."""
+        """Learn from a flight that ended, unless its replica was removed meanwhile."""
         self._in_flight -= 1
+        if self._replicas.get(replica.id) is not replica:
+            return
         health = replica.health
         if outcome is Outcome.COMPLETED:
             if health.flight_completed(flight.started_at, now):

@@ -17,6 +17,8 @@ from gateway.core.model import (
     ProbeAnswered,
     ReplicaAdded,
     ReplicaId,
+    ReplicaStatistics,
+    ReplicaView,
     RouteRequest,
     Space,
     Usage,
@@ -24,7 +26,7 @@ from gateway.core.model import (
 from gateway.core.router import Flight, Router
 from gateway.core.settings import RoutingSettings
 
-BLOCK_BYTES = RoutingSettings.block_bytes
+BLOCK_BYTES = RoutingSettings().block_bytes
 BLOCK_TOKENS = 128
 """At the four bytes a token that a router assumes until it knows better."""
 ANYTHING = RouteRequest()
@@ -91,10 +93,10 @@ class Fleet:
         """Force it there, whatever the policy thinks."""
         return self.send(request, exclude=[other for other in self.replicas if other != replica])
 
-    def view(self, replica: ReplicaId, request: RouteRequest = ANYTHING):  # type: ignore[no-untyped-def]
+    def view(self, replica: ReplicaId, request: RouteRequest = ANYTHING) -> ReplicaView:
         return next(view for view, _ in self.decide(request).ranking if view.replica == replica)
 
-    def statistics(self, replica: ReplicaId):  # type: ignore[no-untyped-def]
+    def statistics(self, replica: ReplicaId) -> ReplicaStatistics:
         return next(one for one in self.router.statistics(self.now).replicas if one.replica == replica)
 
     @property

@@ -255,7 +255,7 @@ class TestMemory:
             replicas = [index.add(ReplicaId(f"http://r{i}"), 1_000_000) for i in range(2)]
             shared = [BlockHash(random.getrandbits(64)) for _ in range(shared_blocks)]
             peak = 0
-            for i in range(80_000 // prompt_blocks):
+            for i in range(min(20_000, 40_000 // prompt_blocks)):
                 own = [BlockHash(random.getrandbits(64)) for _ in range(prompt_blocks - shared_blocks)]
                 replicas[i % 2].touch(shared + own, float(i))
                 if i % 50 == 0:

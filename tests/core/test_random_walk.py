@@ -1,0 +1,123 @@
+"""Whatever happens in whatever order: what was booked is given back, and the index never has a hole."""
+
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gateway.core.model import (
+    CacheCleared,
+    DrainRequested,
+    LoadReported,
+    LoadSnapshot,
+    ModelsListed,
+    Outcome,
+    ProbeAnswered,
+    ReplicaAdded,
+    ReplicaId,
+    ReplicaRemoved,
+    RoutingError,
+    Usage,
+)
+from gateway.core.router import Flight
+from gateway.core.settings import POLICY_NAMES
+from tests.core.fleet import Fleet, ask, text
+
+TEXT = text(Random(0), 12)
+
+
+class Walk:
+    """A fleet, flights under way, and a die."""
+
+    def __init__(self, seed: int, policy: str) -> None:
+        self.random = Random(seed)
+        self.fleet = Fleet(3, policy, default_cache_tokens=20 * 128)
+        self.flights: list[Flight] = []
+
+    def step(self) -> None:
+        self.fleet.now += self.random.expovariate(5.0)
+        self.random.choice([self.start, self.start, self.first_token, self.finish, self.observe])()
+
+    def start(self) -> None:
+        cut = self.random.randrange(len(TEXT))
+        request = ask(TEXT[:cut] + text(self.random, self.random.choice((0, 0, 1, 8))), session=str(cut % 5))
+        try:
+            self.flights.append(self.fleet.send(request))
+        except RoutingError:
+            return
+
+    def first_token(self) -> None:
+        if self.flights:
+            self.random.choice(self.flights).first_token(self.fleet.now)
+
+    def finish(self) -> None:
+        if not self.flights:
+            return
+        flight = self.flights.pop(self.random.randrange(len(self.flights)))
+        usage = Usage(self.random.choice((None, 0, 900)), self.random.choice((None, 0, 128)), 5)
+        flight.finish(self.random.choice(list(Outcome)), self.fleet.now, self.random.choice((None, usage)))
+
+    def observe(self) -> None:
+        random, now = self.random, self.fleet.now
+        replica = ReplicaId(f"http://r{random.randrange(4)}:8000")
+        snapshot = LoadSnapshot(
+            now - random.random(),
+            running=random.choice((None, 0, 5)),
+            waiting=random.choice((None, 3)),
+            kv_usage=random.choice((None, 0.0, 1.0)),
+            prefix_queries=random.choice((None, 10, 20)),
+            cache_tokens=random.choice((None, 0, 900, 5_000)),
+            started_at=random.choice((None, 1.0, 1.0, 1.0, 2.0)),
+            asleep=random.choice((None, None, False, False, True)),
+        )
+        facts = [
+            ReplicaAdded(replica, random.choice((None, 5_000.0))),
+            ReplicaRemoved(replica),
+            DrainRequested(replica, random.random() < 0.3),
+            ModelsListed(replica, ()),
+            CacheCleared(replica),
+            ProbeAnswered(replica, random.random() < 0.6, "timeout"),
+            ProbeAnswered(replica, random.random() < 0.6, "timeout"),
+            LoadReported(replica, snapshot),
+            LoadReported(replica, snapshot),
+        ]
+        self.fleet.router.observe(random.choice(facts), now)
+
+    def check(self) -> None:
+        router = self.fleet.router
+        statistics = router.statistics(self.fleet.now)
+        assert statistics.in_flight == len(self.flights)
+        copies: dict[int, int] = {}
+        for replica in router._replicas.values():
+            mine = [flight for flight in self.flights if flight._replica is replica]
+            load = replica.load
+            assert load.in_flight == len(mine)
+            assert load.in_flight_tokens == pytest.approx(sum(flight._booking.prompt_tokens for flight in mine))
+            assert load.queued_tokens(self.fleet.now, replica.rate.value) >= 0
+            assert len(replica.index) <= replica.index.capacity
+            for block in replica.index.held:
+                copies[block] = copies.get(block, 0) + 1
+            held = [block in replica.index.held for block in ask(TEXT).blocks]
+            assert held == sorted(held, reverse=True), "a hole"
+        assert dict(router._index.copies) == copies
+
+    def end(self) -> None:
+        while self.flights:
+            self.finish()
+        for replica in self.fleet.router.statistics(self.fleet.now).replicas:
+            assert (replica.in_flight, replica.in_flight_tokens) == (0, 0.0)
+        for one in self.fleet.router._replicas.values():
+            assert one.load.queued_tokens(self.fleet.now, 1.0) == 0.0
+
+
+@settings(max_examples=60)
+@given(st.integers(0, 1 << 32), st.sampled_from(POLICY_NAMES))
+def test_a_random_walk_leaves_no_load_behind(seed: int, policy: str) -> None:
+    walk = Walk(seed, policy)
+    for _ in range(120):
+        walk.step()
+        walk.check()
+    walk.end()
