@@ -46,7 +46,7 @@ class Fleet:
     def __init__(
         self, count: int, policy: str = "cache-cost", *, up: bool = True, seed: int = 0, **settings: int
     ) -> None:
-        self.router = Router(RoutingSettings(policy=policy, **settings), seed)  # type: ignore[arg-type]
+        self.router = Router(RoutingSettings(policy=policy, **settings), seed)
         self.now = 0.0
         self.replicas = [ReplicaId(f"http://r{i}:8000") for i in range(count)]
         self.sent: Counter[ReplicaId] = Counter()

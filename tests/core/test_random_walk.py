@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from gateway.core.model import (
     CacheCleared,
     DrainRequested,
+    Fact,
     LoadReported,
     LoadSnapshot,
     ModelsListed,
@@ -73,7 +74,7 @@ class Walk:
             started_at=random.choice((None, 1.0, 1.0, 1.0, 2.0)),
             asleep=random.choice((None, None, False, False, True)),
         )
-        facts = [
+        facts: list[Fact] = [
             ReplicaAdded(replica, random.choice((None, 5_000.0))),
             ReplicaRemoved(replica),
             DrainRequested(replica, random.random() < 0.3),

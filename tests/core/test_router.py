@@ -11,6 +11,7 @@ from gateway.core.admission import Admitted, Shed, Waiting
 from gateway.core.model import (
     CacheCleared,
     DrainRequested,
+    Fact,
     HealthState,
     LoadReported,
     LoadSnapshot,
@@ -501,7 +502,7 @@ class TestHealth:
         fleet = Fleet(1)
         before = fleet.router.statistics(0.0)
         nobody = ReplicaId("http://nobody:1")
-        facts = [
+        facts: list[Fact] = [
             ReplicaRemoved(nobody),
             ProbeAnswered(nobody, True),
             CacheCleared(nobody),
