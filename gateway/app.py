@@ -1,0 +1,352 @@
+"""Wires the gateway: builds every object once, starts and stops what runs beside the requests.
+
+FastAPI carries the control endpoints (`/health`, `/ready`, `/metrics`, `/v1/models`, the dry run, API docs); everything else
+falls through to the inference paths. uvicorn accepts the connections.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import functools
+import gc
+import secrets
+import signal
+import socket
+import sys
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from random import Random
+from typing import Any
+
+import httpx
+import uvicorn
+import uvloop
+from fastapi import FastAPI, Request, Response
+from fastapi.responses import JSONResponse, PlainTextResponse
+from starlette.exceptions import HTTPException
+
+from gateway.config import Config
+from gateway.core.model import Decision, Fact, ModelCard, ReplicaRemoved, RoutingError, UnknownModel
+from gateway.core.router import Router
+from gateway.feeds.discovery import Discovery
+from gateway.feeds.fetch import new_client
+from gateway.feeds.probes import Probes
+from gateway.feeds.replicas import Replicas
+from gateway.feeds.scrape import Scrape
+from gateway.prompt import NotJson, parse
+from gateway.proxy import asgi_client, http_client
+from gateway.proxy.endpoints import ENDPOINTS
+from gateway.proxy.errors import BadBody, ErrorAnswer, NotFound, answer
+from gateway.proxy.front_door import FrontDoor
+from gateway.telemetry import Telemetry
+
+FLUSH_SECONDS = 0.2
+"""Log records are written in batches this far apart; a crash loses at most these."""
+BACKLOG = 4096
+"""Connections the kernel keeps while the loop is busy: a burst of agents reconnecting must not be refused."""
+
+
+class StartError(Exception):
+    """The gateway cannot start; one line for the person who started it."""
+
+
+class Gateway:
+    """All objects of one gateway process. `run_beside` holds what runs beside the requests."""
+
+    def __init__(self, config: Config, loop: asyncio.AbstractEventLoop) -> None:
+        self.config = config
+        self.clock = time.monotonic
+        self.draining = False
+        settings = config.routing.settings()
+        self.router = Router(settings, seed=secrets.randbits(32))
+        self.telemetry = Telemetry(
+            log=sys.stdout.buffer if config.server.log == "json" else None, router=self.router, clock=self.clock
+        )
+        self.block_bytes = settings.block_bytes
+        self.door = FrontDoor(
+            self.router,
+            self.telemetry,
+            config.server,
+            config.upstream,
+            self.clock,
+            loop,
+            block_bytes=settings.block_bytes,
+        )
+
+    def observe(self, fact: Fact) -> None:
+        self.router.observe(fact, self.clock())
+        if isinstance(fact, ReplicaRemoved):
+            self.door.retire(fact.replica)
+        self.door.gate.release()
+
+    def ready(self) -> bool:
+        return not self.draining and any(one.available for one in self.router.statistics(self.clock()).replicas)
+
+    @contextlib.asynccontextmanager
+    async def run_beside(self) -> AsyncIterator[None]:
+        """Feeds, deadline sweep and log flush, from start-up until shut-down."""
+        async with new_client() as client:
+            jobs = [*self._feeds(client), self.door.sweep(), self.flush()]
+            tasks = [asyncio.create_task(job) for job in jobs]
+            try:
+                yield
+            finally:
+                for task in tasks:
+                    task.cancel()
+                await asyncio.gather(*tasks, return_exceptions=True)
+                self.door.close()
+                self.telemetry.close()
+
+    def _feeds(self, client: httpx.AsyncClient) -> list[Coroutine[Any, Any, None]]:
+        config, feeds, replicas = self.config, self.config.feeds, Replicas()
+        discovery = Discovery(
+            replicas,
+            self.observe,
+            static={replica.url: replica.prefill_rate for replica in config.replicas},
+            dns=config.discovery.dns,
+            interval_seconds=config.discovery.interval_seconds,
+        )
+        probes = Probes(
+            replicas,
+            self.observe,
+            client,
+            interval_seconds=feeds.probe_interval_seconds,
+            timeout_seconds=feeds.probe_timeout_seconds,
+            random=Random(),
+        )
+        scrape = Scrape(
+            replicas,
+            self.observe,
+            client,
+            interval_seconds=feeds.scrape_interval_seconds,
+            timeout_seconds=feeds.scrape_timeout_seconds,
+            max_bytes=feeds.scrape_max_bytes,
+            random=Random(),
+        )
+        return [discovery.run(), probes.run(), scrape.run()]
+
+    async def flush(self) -> None:
+        while True:
+            await asyncio.sleep(FLUSH_SECONDS)
+            self.telemetry.flush()
+
+
+def build_api(gateway: Gateway) -> FastAPI:
+    """The control endpoints. What they do not match goes to the inference paths."""
+
+    @contextlib.asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        async with gateway.run_beside():
+            yield
+
+    api = FastAPI(title="Warmlane", lifespan=lifespan, redirect_slashes=False)
+
+    @api.get("/health", response_class=PlainTextResponse)
+    async def health() -> str:
+        """Liveness: the process answers."""
+        return "ok"
+
+    @api.get("/ready")
+    async def ready() -> Response:
+        """Readiness: 200 when at least one replica can serve, else 503."""
+        ready = gateway.ready()
+        return JSONResponse({"ready": ready, "draining": gateway.draining}, status_code=200 if ready else 503)
+
+    @api.get("/metrics")
+    async def metrics() -> Response:
+        """Prometheus metrics."""
+        return Response(gateway.telemetry.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    @api.get("/v1/models")
+    async def models() -> Response:
+        """The models of all available replicas, merged."""
+        return JSONResponse({"object": "list", "data": [model_object(card) for card in gateway.router.models()]})
+
+    @api.get("/v1/models/{model:path}")
+    async def model(model: str) -> Response:
+        """One model; ids may contain slashes."""
+        for card in gateway.router.models():
+            if card.id == model:
+                return JSONResponse(model_object(card))
+        return response_of(answer(UnknownModel(model)))
+
+    @api.post("/warmlane/route")
+    async def route(request: Request, path: str = "/v1/chat/completions") -> Response:
+        """Dry run: where would this request body go, and why? Books nothing."""
+        return dry_run(gateway, await request.body(), path, request.headers.get("x-session-id"))
+
+    @api.exception_handler(HTTPException)
+    async def refused(_: Request, error: HTTPException) -> Response:
+        body = {"message": str(error.detail), "type": "invalid_request_error", "param": None, "code": None}
+        return JSONResponse({"error": body}, status_code=error.status_code, headers=error.headers)
+
+    async def inference(scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] == "http":
+            await asgi_client.serve(gateway.door, scope, receive, send)
+        elif scope["type"] == "websocket":
+            await send({"type": "websocket.close", "code": 1000})
+
+    api.router.default = inference
+    return api
+
+
+def dry_run(gateway: Gateway, body: bytes, path: str, session: str | None) -> Response:
+    endpoint = ENDPOINTS.get(path.encode())
+    if endpoint is None:
+        return response_of(answer(NotFound(f"Not an inference path: {path}")))
+    try:
+        request = parse(
+            body, endpoint.shape, block_bytes=gateway.block_bytes, session=session, pinned=None
+        )
+        return JSONResponse(explained(gateway.router.decide(request, gateway.clock())))
+    except NotJson as error:
+        return response_of(answer(BadBody(str(error))))
+    except RoutingError as error:
+        return response_of(answer(error))
+
+
+def explained(decision: Decision) -> dict[str, Any]:
+    """A decision as JSON: every candidate's cost in seconds, part by part, best first."""
+    return {
+        "policy": decision.policy,
+        "reason": decision.reason.value,
+        "replica": decision.replica,
+        "ranking": [
+            {
+                "replica": view.replica,
+                "total_seconds": cost.total,
+                "parts": dict(cost.parts),
+                "prompt_tokens": round(view.prompt_tokens),
+                "cached_tokens": round(view.cached_tokens),
+                "pending_tokens": round(view.pending_tokens),
+                "in_flight": view.in_flight,
+                "kv_usage": view.kv_usage,
+            }
+            for view, cost in decision.ranking
+        ],
+    }
+
+
+def model_object(card: ModelCard) -> dict[str, Any]:
+    return {
+        "id": card.id,
+        "object": "model",
+        "created": card.created,
+        "owned_by": card.owned_by,
+        "root": card.root,
+        "parent": card.parent,
+        "max_model_len": card.max_model_len,
+    }
+
+
+def response_of(refusal: ErrorAnswer) -> Response:
+    headers = {name.decode(): value.decode() for name, value in refusal.headers if name != b"content-length"}
+    return Response(refusal.body, status_code=refusal.status, headers=headers)
+
+
+class Server(uvicorn.Server):
+    """uvicorn, which tells when it listens, and drains on the first signal and stops on the second with exit code 0."""
+
+    def __init__(self, config: uvicorn.Config, gateway: Gateway, on_ready: Callable[[], None]) -> None:
+        super().__init__(config)
+        self._gateway = gateway
+        self._on_ready = on_ready
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        if self.started:
+            self._on_ready()
+
+    def handle_exit(self, sig: int, frame: Any) -> None:
+        self.force_exit = self.should_exit
+        self.should_exit = True
+        self._gateway.draining = True
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        loop = asyncio.get_running_loop()
+        for sig in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(sig, self.handle_exit, sig, None)
+        try:
+            yield
+        finally:
+            for sig in (signal.SIGINT, signal.SIGTERM):
+                loop.remove_signal_handler(sig)
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A bound socket. Raises `StartError`."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind((host, port))
+    except OSError as error:
+        sock.close()
+        raise StartError(f"cannot listen on {host}:{port}: {error.strerror or error}") from error
+    return sock
+
+
+async def serve(config: Config, *, on_ready: Callable[[str], None] | None = None) -> int:
+    """Run one gateway until a signal stops it. Returns the exit code. Raises `StartError`."""
+    sock = listen(config.server.host, config.server.port)
+    loop = asyncio.get_running_loop()
+    gateway = Gateway(config, loop)
+    http: Any = "httptools"
+    if config.server.http == "fast":
+        http = functools.partial(http_client.ClientConnection, gateway.door)
+    server = Server(
+        uvicorn.Config(
+            build_api(gateway),
+            http=http,
+            ws="none",
+            lifespan="on",
+            access_log=False,
+            log_level="warning",
+            backlog=BACKLOG,
+            timeout_keep_alive=int(config.server.keep_alive_seconds),
+            timeout_graceful_shutdown=int(config.server.drain_seconds),
+            server_header=False,
+            date_header=False,
+        ),
+        gateway,
+        lambda: on_ready(base_url(sock)) if on_ready else None,
+    )
+    sweeping = asyncio.create_task(http_client.sweep(server.server_state, loop))
+    tune_memory()
+    try:
+        await server.serve(sockets=[sock])
+    finally:
+        sweeping.cancel()
+    return 0 if server.started else 1
+
+
+def run(config: Config, *, on_ready: Callable[[str], None] | None = None) -> int:
+    """`serve` on an event loop of its own."""
+    return uvloop.run(serve(config, on_ready=on_ready))
+
+
+def base_url(sock: socket.socket) -> str:
+    host, port = sock.getsockname()[:2]
+    host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)
+    return f"http://{host}:{port}"
+
+
+def tune_memory() -> None:
+    """Settings of the process that the data path was measured with.
+
+    glibc gives large buffers back to the kernel at once and faults them in again for the next body; keeping up to 64 MiB
+    removed the page faults that made 256 KB bodies two to three times dearer. Objects made so far live as long as the
+    process, so the garbage collector need not look at them again.
+    """
+    with contextlib.suppress(OSError, AttributeError):
+        libc = ctypes.CDLL("libc.so.6")
+        m_trim_threshold, m_top_pad, m_mmap_threshold = -1, -2, -3
+        libc.mallopt(m_mmap_threshold, 32 * 2**20)
+        libc.mallopt(m_trim_threshold, 64 * 2**20)
+        libc.mallopt(m_top_pad, 4 * 2**20)
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 50)

@@ -1,0 +1,150 @@
+"""Client connections, the plain way: the same exchanges as an ASGI application.
+
+Serves inference requests when `[server] http = "asgi"`, on connections that uvicorn has taken over, and the paths of stored
+responses always. Slower than `http_client.py`, but it leans on nothing but the ASGI specification.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any
+
+from gateway.proxy.endpoints import ENDPOINTS, Endpoint, stored_response
+from gateway.proxy.errors import BodyTooLarge, ErrorAnswer, NotFound, answer
+from gateway.proxy.front_door import Call, FrontDoor
+from gateway.proxy.upstream import Connection, Header
+
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+
+HIGH_WATER_BYTES = 64 * 1024
+"""Unsent bytes above which the replica's connection is paused, as asyncio's transports do."""
+
+
+class ClientLeft(Exception):
+    """The client went away before it had sent its whole request."""
+
+
+class AsgiClient:
+    """The `Client` of one exchange: the relay writes synchronously, `pump` sends."""
+
+    def __init__(self) -> None:
+        self._messages: list[Message] = []
+        self._waiting_bytes = 0
+        self._wake = asyncio.Event()
+        self._done = False
+        self._aborted = False
+        self._upstream: Connection | None = None
+
+    def attach(self, connection: Connection | None) -> None:
+        self._upstream = connection
+
+    def start(self, status: int, headers: list[Header]) -> None:
+        self._messages.append({"type": "http.response.start", "status": status, "headers": headers})
+        self._wake.set()
+
+    def write(self, data: bytes, last: bool) -> None:
+        self._messages.append({"type": "http.response.body", "body": data, "more_body": not last})
+        self._waiting_bytes += len(data)
+        self._done = self._done or last
+        if self._waiting_bytes > HIGH_WATER_BYTES and self._upstream is not None:
+            self._upstream.pause()
+        self._wake.set()
+
+    def abort(self) -> None:
+        self._aborted = self._done = True
+        self._wake.set()
+
+    async def pump(self, send: Send) -> None:
+        """Send until the last message, or raise to make the server cut the connection short."""
+        while not (self._done and not self._messages):
+            await self._wake.wait()
+            self._wake.clear()
+            messages, self._messages = self._messages, []
+            for message in messages:
+                await send(message)
+            paused, self._waiting_bytes = self._waiting_bytes > HIGH_WATER_BYTES, 0
+            if paused and self._upstream is not None:
+                self._upstream.resume()
+        if self._aborted:
+            raise ConnectionAbortedError("the replica's answer broke off")
+
+
+async def serve(door: FrontDoor, scope: Message, receive: Receive, send: Send) -> None:
+    """One HTTP request of an inference path. Anything not in the table is answered 404."""
+    path, query = scope["raw_path"], scope["query_string"]
+    method = scope["method"].encode()
+    endpoint: Endpoint | None = ENDPOINTS.get(path) if method == b"POST" else None
+    response_id = None
+    if endpoint is None and (stored := stored_response(method, path)) is not None:
+        endpoint, response_id = stored
+    if endpoint is None:
+        await send_answer(send, answer(NotFound(f"Not found: {scope['method']} {scope['path']}")))
+        return
+    try:
+        body = await read_body(scope, receive, door.server.max_body_mib * 2**20)
+    except BodyTooLarge as error:
+        await send_answer(send, answer(error, anthropic=endpoint.anthropic), close=True)
+        return
+    except ClientLeft:
+        return
+    call = Call(
+        method=method,
+        target=path + b"?" + query if query else path,
+        endpoint=endpoint,
+        headers=list(scope["headers"]),
+        body=body,
+        received_at=door.clock(),
+        response_id=response_id,
+    )
+    await exchange(door, call, receive, send)
+
+
+async def exchange(door: FrontDoor, call: Call, receive: Receive, send: Send) -> None:
+    """Run the call, the sending and the watch for a client that leaves side by side; whichever ends first ends all."""
+    client = AsgiClient()
+    serving = asyncio.create_task(door.serve(call, client))
+    leaving = asyncio.create_task(wait_disconnect(receive))
+    pumping = asyncio.create_task(client.pump(send))
+    try:
+        await asyncio.wait((leaving, pumping), return_when=asyncio.FIRST_COMPLETED)
+        if pumping.done():
+            pumping.result()
+            await serving
+    finally:
+        for task in (serving, leaving, pumping):
+            task.cancel()
+        await asyncio.gather(serving, leaving, pumping, return_exceptions=True)
+
+
+async def read_body(scope: Message, receive: Receive, limit: int) -> bytes:
+    """The whole body. Raises `BodyTooLarge` before anything is read when its length is announced, and `ClientLeft`."""
+    for name, value in scope["headers"]:
+        if name == b"content-length" and int(value) > limit:
+            raise BodyTooLarge(limit)
+    parts: list[bytes] = []
+    size = 0
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ClientLeft
+        part = message.get("body", b"")
+        size += len(part)
+        if size > limit:
+            raise BodyTooLarge(limit)
+        parts.append(part)
+        if not message.get("more_body", False):
+            return b"".join(parts)
+
+
+async def wait_disconnect(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def send_answer(send: Send, refusal: ErrorAnswer, *, close: bool = False) -> None:
+    headers = [*refusal.headers, (b"connection", b"close")] if close else refusal.headers
+    await send({"type": "http.response.start", "status": refusal.status, "headers": headers})
+    await send({"type": "http.response.body", "body": refusal.body})

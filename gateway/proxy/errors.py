@@ -1,0 +1,133 @@
+"""One table from exceptions to what a client is told: status, OpenAI error type and code.
+
+Errors are sorted by blame. The client's own (`BadBody`, `BodyTooLarge`, `UnknownModel`) are 4xx; a replica's
+(`UpstreamError` and its children) are 502 or 504; the fleet's (`NoReplica`, `OwnerGone`) are 503 with `Retry-After`.
+The object carries OpenAI's four fields and, for `/v1/messages`, is wrapped as Anthropic clients expect it; that form is a
+superset, so every client can read every error.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import msgspec
+
+from gateway.core.model import NoReplica, OwnerGone, RoutingError, UnknownModel
+
+
+class BadBody(Exception):
+    """The body is not JSON. The message says where, never what it held."""
+
+
+class BodyTooLarge(Exception):
+    def __init__(self, limit_bytes: int) -> None:
+        super().__init__(f"The request body is larger than this gateway accepts ({limit_bytes // 2**20} MiB).")
+
+
+class NotFound(Exception):
+    """No such path: only the paths of `endpoints.py` are served."""
+
+
+class Overloaded(Exception):
+    """The waiting room is full, or the wait too long. `retry_after` in seconds."""
+
+    def __init__(self, retry_after: float) -> None:
+        super().__init__("The gateway is at capacity. Please retry later.")
+        self.retry_after = retry_after
+
+
+class UpstreamError(Exception):
+    """A replica failed us. Raised by `upstream.py` only, which translates what the sockets say."""
+
+    replayable = False
+    """Proven that the replica sent nothing and the connection is lost, so that another may be asked."""
+
+
+class ConnectFailed(UpstreamError):
+    """Nothing was sent: safe to try another replica whatever the request is."""
+
+    replayable = True
+
+
+class ConnectionLost(UpstreamError):
+    """The connection ended before the answer was complete."""
+
+    def __init__(self, message: str, *, answered: bool) -> None:
+        super().__init__(message)
+        self.replayable = not answered
+
+
+class BadAnswer(UpstreamError):
+    """What came back is not HTTP."""
+
+
+class FirstByteTimeout(UpstreamError):
+    """Nothing came back in time. The replica may still be at work, so the request is not sent again."""
+
+
+class IdleTimeout(UpstreamError):
+    """The answer stalled."""
+
+
+@dataclass(frozen=True, slots=True)
+class Blame:
+    status: int
+    type: str
+    code: str
+
+
+BLAME: dict[type[Exception], Blame] = {
+    BadBody: Blame(400, "invalid_request_error", "invalid_json"),
+    BodyTooLarge: Blame(413, "invalid_request_error", "request_too_large"),
+    NotFound: Blame(404, "invalid_request_error", "not_found"),
+    UnknownModel: Blame(404, "invalid_request_error", "model_not_found"),
+    Overloaded: Blame(429, "rate_limit_error", "gateway_overloaded"),
+    NoReplica: Blame(503, "service_unavailable_error", "no_replica"),
+    OwnerGone: Blame(503, "service_unavailable_error", "response_owner_unavailable"),
+    ConnectFailed: Blame(502, "upstream_error", "replica_unreachable"),
+    ConnectionLost: Blame(502, "upstream_error", "replica_connection_lost"),
+    BadAnswer: Blame(502, "upstream_error", "replica_bad_answer"),
+    FirstByteTimeout: Blame(504, "upstream_error", "replica_timeout"),
+    IdleTimeout: Blame(504, "upstream_error", "replica_stalled"),
+}
+
+# Errors that a handler may translate; anything else is a bug and stays one.
+KNOWN: tuple[type[Exception], ...] = (*BLAME, RoutingError, UpstreamError)
+
+# What Anthropic's SDK expects in `error.type`, by status.
+ANTHROPIC_TYPE = {400: "invalid_request_error", 404: "not_found_error", 413: "request_too_large", 429: "rate_limit_error"}
+
+
+@dataclass(frozen=True, slots=True)
+class ErrorAnswer:
+    """A complete answer: status, headers (lower-case names) and body."""
+
+    status: int
+    code: str
+    headers: list[tuple[bytes, bytes]]
+    body: bytes
+
+
+def answer(error: Exception, *, anthropic: bool = False) -> ErrorAnswer:
+    """The answer for an error of `KNOWN`."""
+    blame = BLAME[type(error)]
+    body = error_body(blame, str(error), anthropic=anthropic)
+    headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
+    retry_after = getattr(error, "retry_after", 1.0 if blame.status == 503 else None)
+    if retry_after is not None:
+        headers.append((b"retry-after", b"%d" % max(1, math.ceil(retry_after))))
+    return ErrorAnswer(blame.status, blame.code, headers, body)
+
+
+def error_body(blame: Blame, message: str, *, anthropic: bool = False) -> bytes:
+    param = "model" if blame.code == "model_not_found" else None
+    kind = ANTHROPIC_TYPE.get(blame.status, "api_error") if anthropic else blame.type
+    error = {"message": message, "type": kind, "param": param, "code": blame.code}
+    return msgspec.json.encode({"type": "error", "error": error} if anthropic else {"error": error})
+
+
+def error_event(error: UpstreamError, *, anthropic: bool = False) -> bytes:
+    """One server-sent event that makes OpenAI's and Anthropic's SDKs raise, for a stream that cannot go on."""
+    body = error_body(BLAME[type(error)], str(error), anthropic=anthropic)
+    return b"event: error\ndata: " + body + b"\n\n" if anthropic else b"data: " + body + b"\n\n"

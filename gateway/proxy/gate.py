@@ -1,0 +1,67 @@
+"""Where a request waits until the core lets it in.
+
+The core's `admit` and `release` decide; the gate only keeps one future for each waiting ticket and one timer. It adds nothing
+to a request that is admitted at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from gateway.core.admission import Shed, Ticket, Waiting
+from gateway.core.model import RouteRequest
+from gateway.core.router import Router
+from gateway.proxy.errors import Overloaded
+
+
+class Gate:
+    def __init__(self, router: Router, clock: Callable[[], float], loop: asyncio.AbstractEventLoop) -> None:
+        self._router = router
+        self._clock = clock
+        self._loop = loop
+        self._waiting: dict[Ticket, asyncio.Future[None]] = {}
+        self._timer: asyncio.TimerHandle | None = None
+
+    async def enter(self, request: RouteRequest) -> Ticket:
+        """Returns when the request may be decided; the caller must `leave` with the ticket. Raises `Overloaded`."""
+        answer = self._router.admit(request, self._clock())
+        if isinstance(answer, Shed):
+            raise Overloaded(answer.retry_after)
+        if isinstance(answer, Waiting):
+            await self._wait(answer.ticket)
+        return answer.ticket
+
+    def leave(self, ticket: Ticket) -> None:
+        ticket.leave(self._clock())
+        if self._waiting:
+            self.release()
+
+    def release(self) -> None:
+        """Something may have made room: let in whoever may go now, turn away who waited too long."""
+        if not self._waiting:
+            return
+        released = self._router.release(self._clock())
+        for ticket in released.ready:
+            if (future := self._waiting.get(ticket)) is not None and not future.done():
+                future.set_result(None)
+        for ticket in released.shed:
+            if (future := self._waiting.get(ticket)) is not None and not future.done():
+                future.set_exception(Overloaded(ticket.retry_after or 1.0))
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if released.again_at is not None:
+            self._timer = self._loop.call_later(max(0.0, released.again_at - self._clock()), self.release)
+
+    async def _wait(self, ticket: Ticket) -> None:
+        """Raises `Overloaded` when shed. A client that leaves while it waits gives its place back."""
+        future = self._waiting[ticket] = self._loop.create_future()
+        self.release()
+        try:
+            await future
+        except BaseException:
+            ticket.leave(self._clock())
+            raise
+        finally:
+            del self._waiting[ticket]

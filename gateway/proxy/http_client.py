@@ -1,0 +1,339 @@
+"""Client connections, the fast way: inference requests are served straight from the socket's callbacks.
+
+uvicorn makes one `ClientConnection` for each accepted connection (its `http` setting takes a class). A request whose method
+and path are in `ENDPOINTS` is read here and answered through `FrontDoor.serve`, one task a request and none a piece of
+the answer. The first request for anything else (health, metrics, docs, stored responses) hands the connection over to
+uvicorn's own protocol for good, with the bytes received so far; later inference requests on it take the plain ASGI way
+(`asgi_client.py`), which answers the same. What this leans on: uvicorn's protocol constructor, `server_state.connections`
+and `.tasks`, and a `shutdown()` method; a test holds them.
+
+State of a connection: reading a request -> answering (pipelined requests queue behind) -> idle -> ... -> closed. Deadlines
+are fields that one sweep checks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import http
+import math
+from collections import deque
+from typing import Any, cast
+
+import httptools
+from uvicorn.config import Config
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.server import ServerState
+
+from gateway.proxy.endpoints import ENDPOINTS, Endpoint
+from gateway.proxy.errors import BadBody, BodyTooLarge, answer
+from gateway.proxy.front_door import Call, FrontDoor
+from gateway.proxy.upstream import JOIN_BELOW_BYTES, Connection, Header
+
+MAX_HEAD_BYTES = 64 * 1024
+"""Request line and headers together; more is answered 431. Agents send some KB of headers at most."""
+MAX_PIPELINED = 16
+"""Requests read ahead of the one being answered; reading pauses above this."""
+LINGER_SECONDS = 2.0
+"""After a refusal that leaves the body unread the socket drains this long, else the client may lose the answer to a reset."""
+SWEEP_SECONDS = 1.0
+
+STATUS_LINES: dict[int, bytes] = {}
+
+
+def status_line(status: int) -> bytes:
+    line = STATUS_LINES.get(status)
+    if line is None:
+        phrase = http.HTTPStatus(status).phrase if status in set(http.HTTPStatus) else ""
+        line = STATUS_LINES[status] = b"HTTP/1.1 %d %s\r\n" % (status, phrase.encode())
+    return line
+
+
+class ClientConnection(asyncio.Protocol):
+    """One accepted connection; the `Client` of the exchange that it is answering."""
+
+    def __init__(
+        self,
+        door: FrontDoor,
+        config: Config,
+        server_state: ServerState,
+        app_state: dict[str, Any],
+        _loop: asyncio.AbstractEventLoop | None = None,
+    ) -> None:
+        self._door = door
+        self._config = config
+        self._server_state = server_state
+        self._app_state = app_state
+        self._loop = _loop or asyncio.get_running_loop()
+        self._transport: asyncio.Transport = cast(asyncio.Transport, None)
+        self._parser = httptools.HttpRequestParser(self)
+        self._max_body = door.server.max_body_mib * 2**20
+        self.deadline = self._loop.time() + door.server.keep_alive_seconds
+        # the request being read
+        self._raw: list[bytes] = []
+        self._head_bytes = 0
+        self._in_message = self._clean_start = self._hand_over = self._refused = False
+        self._target = b""
+        self._headers: list[Header] = []
+        self._endpoint: Endpoint | None = None
+        self._parts: list[bytes] = []
+        self._body_bytes = 0
+        # the request being answered
+        self._calls: deque[Call] = deque()
+        self._task: asyncio.Task[None] | None = None
+        self._upstream: Connection | None = None
+        self._out = b""
+        self._chunked = False
+        self._keep_alive = True
+        self._http_1_0 = False
+        self._closing = False
+
+    # -- asyncio.Protocol
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+        self._server_state.connections.add(cast(HttpToolsProtocol, self))
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._server_state.connections.discard(cast(HttpToolsProtocol, self))
+        self._calls.clear()
+        if self._task is not None:
+            self._task.cancel()
+
+    def data_received(self, data: bytes) -> None:
+        if self._refused:
+            return  # lingering: what still comes is not read
+        if not self._in_message:
+            self._clean_start = True
+            self._raw = [data]
+            self.deadline = self._loop.time() + self._door.server.body_timeout_seconds
+        elif self._endpoint is None:
+            self._raw.append(data)
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserUpgrade as upgrade:
+            self._refuse_upgrade(data[upgrade.args[0] :])
+        except httptools.HttpParserError:
+            self._refuse(answer(BadBody("This is not a valid HTTP request.")).body, 400)
+        if self._hand_over:
+            self._give_to_uvicorn()
+
+    def pause_writing(self) -> None:
+        if self._upstream is not None:
+            self._upstream.pause()
+
+    def resume_writing(self) -> None:
+        if self._upstream is not None:
+            self._upstream.resume()
+
+    # -- httptools: the request is read
+
+    def on_message_begin(self) -> None:
+        if self._in_message or self._calls or self._task is not None:
+            self._clean_start = False
+        self._in_message = True
+        self._target = b""
+        self._headers = []
+        self._head_bytes = 0
+        self._endpoint = None
+        self._parts = []
+        self._body_bytes = 0
+
+    def on_url(self, url: bytes) -> None:
+        self._target += url
+        self._count_head(len(url))
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._headers.append((name.lower(), value))
+        self._count_head(len(name) + len(value))
+
+    def on_headers_complete(self) -> None:
+        if self._hand_over or self._refused:
+            return
+        method = self._parser.get_method()
+        endpoint = ENDPOINTS.get(self._target.partition(b"?")[0]) if method == b"POST" else None
+        if endpoint is None:
+            self._hand_over = True
+            return
+        self._endpoint = endpoint
+        self._raw = []
+        for name, value in self._headers:
+            if name == b"content-length" and int(value) > self._max_body:
+                self._refuse_too_large()
+                return
+            if name == b"expect" and value.lower() == b"100-continue":
+                self._transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+
+    def on_body(self, data: bytes) -> None:
+        if self._hand_over or self._refused:
+            return
+        self._body_bytes += len(data)
+        if self._body_bytes > self._max_body:
+            self._refuse_too_large()
+        else:
+            self._parts.append(data)
+
+    def on_message_complete(self) -> None:
+        endpoint = self._endpoint
+        if self._hand_over or self._refused or endpoint is None or self._parser.should_upgrade():
+            return
+        self._in_message = False
+        parts = self._parts
+        call = Call(
+            method=b"POST",
+            target=self._target,
+            endpoint=endpoint,
+            headers=self._headers,
+            body=parts[0] if len(parts) == 1 else b"".join(parts),
+            received_at=self._door.clock(),
+            keep_alive=self._parser.should_keep_alive(),
+            http_1_0=self._parser.get_http_version() == "1.0",
+        )
+        self._parts = []
+        self._calls.append(call)
+        if self._task is None:
+            self._serve_next()
+        elif len(self._calls) > MAX_PIPELINED:
+            self._transport.pause_reading()
+
+    # -- Client: the answer is written
+
+    def attach(self, connection: Connection | None) -> None:
+        self._upstream = connection
+
+    def start(self, status: int, headers: list[Header]) -> None:
+        lines = [status_line(status)]
+        self._chunked = status not in (204, 304)
+        for name, value in headers:
+            if name == b"content-length":
+                self._chunked = False
+            lines += (name, b": ", value, b"\r\n")
+        if self._chunked and self._http_1_0:
+            self._chunked = self._keep_alive = False  # the end of the connection is the end of the body
+        if self._chunked:
+            lines.append(b"transfer-encoding: chunked\r\n")
+        if not self._keep_alive:
+            lines.append(b"connection: close\r\n")
+        lines.append(b"\r\n")
+        self._out = b"".join(lines)
+
+    def write(self, data: bytes, last: bool) -> None:
+        out, self._out = self._out, b""
+        if not self._chunked:
+            if len(data) >= JOIN_BELOW_BYTES:
+                self._transport.writelines((out, data))
+            elif out or data:
+                self._transport.write(out + data)
+        elif data:
+            end = b"\r\n0\r\n\r\n" if last else b"\r\n"
+            if len(data) >= JOIN_BELOW_BYTES:
+                self._transport.writelines((b"%b%x\r\n" % (out, len(data)), data, end))
+            else:
+                self._transport.write(b"%b%x\r\n%b%b" % (out, len(data), data, end))
+        elif out or last:
+            self._transport.write(out + b"0\r\n\r\n" if last else out)
+        if last:
+            self._answered()
+
+    def abort(self) -> None:
+        """Cut the answer short so that the client can tell: what was written goes out, the end does not follow."""
+        self._keep_alive = False
+        self._task = self._upstream = None  # it ends by itself; closing must not look like the client's leaving
+        self._transport.close()
+
+    # -- from one request to the next
+
+    def _serve_next(self) -> None:
+        call = self._calls.popleft()
+        self._keep_alive = call.keep_alive and not self._closing
+        self._http_1_0 = call.http_1_0
+        self.deadline = math.inf
+        task = self._task = self._loop.create_task(self._door.serve(call, self))
+        tasks = self._server_state.tasks
+        tasks.add(task)
+        task.add_done_callback(tasks.discard)
+
+    def _answered(self) -> None:
+        self._task = self._upstream = None
+        if not self._keep_alive or self._closing:
+            self._transport.close()
+        elif self._calls:
+            self._serve_next()
+            self._transport.resume_reading()
+        elif not self._in_message:
+            self.deadline = self._loop.time() + self._door.server.keep_alive_seconds
+
+    def shutdown(self) -> None:
+        """uvicorn stops: close when idle, else after the answer that is under way."""
+        self._closing = True
+        self._keep_alive = False
+        if self._task is None:
+            self._transport.close()
+
+    def expire(self) -> None:
+        """Its deadline has passed: an idle connection, or a client that does not finish its request."""
+        self._transport.close()
+
+    # -- what does not go on here
+
+    def _count_head(self, size: int) -> None:
+        self._head_bytes += size
+        if self._head_bytes > MAX_HEAD_BYTES and not self._refused and not self._hand_over:
+            self._refuse(answer(BadBody("The request's headers are too large.")).body, 431)
+
+    def _refuse_too_large(self) -> None:
+        refusal = answer(BodyTooLarge(self._max_body))
+        self._refuse(refusal.body, refusal.status)
+
+    def _refuse(self, body: bytes, status: int) -> None:
+        """Answer without reading the rest, then close. Behind an answer under way there is nothing to say: just close."""
+        self._refused = True
+        if self._task is not None:
+            self._keep_alive = False
+            self._calls.clear()
+            return
+        self._transport.write(
+            status_line(status)
+            + b"content-type: application/json\r\nconnection: close\r\ncontent-length: %d\r\n\r\n" % len(body)
+            + body
+        )
+        if self._transport.can_write_eof():
+            self._transport.write_eof()
+        self.deadline = self._loop.time() + LINGER_SECONDS
+
+    def _refuse_upgrade(self, rest: bytes) -> None:
+        """A client offers another protocol (Java's offers h2c on every request). llhttp stops after such a head and would
+        take the body for that protocol: read the request again without the offer, which is how HTTP says no."""
+        if self._hand_over or self._refused:
+            return
+        lines = [b"POST ", self._target, b" HTTP/1.1\r\n"]
+        for name, value in self._headers:
+            if name not in (b"connection", b"upgrade", b"http2-settings"):
+                lines += (name, b": ", value, b"\r\n")
+        self._parser = httptools.HttpRequestParser(self)
+        self._in_message = False
+        self.data_received(b"".join((*lines, b"\r\n", rest)))
+
+    def _give_to_uvicorn(self) -> None:
+        if not self._clean_start:  # pipelined behind another request: the client asks again on a new connection
+            self._refused = True
+            self._keep_alive = False
+            if self._task is None:
+                self._transport.close()
+            return
+        self._server_state.connections.discard(cast(HttpToolsProtocol, self))
+        protocol = HttpToolsProtocol(
+            config=self._config, server_state=self._server_state, app_state=self._app_state, _loop=self._loop
+        )
+        self._transport.set_protocol(protocol)
+        protocol.connection_made(self._transport)
+        protocol.data_received(b"".join(self._raw))
+
+
+async def sweep(server_state: ServerState, loop: asyncio.AbstractEventLoop) -> None:
+    """Runs as long as the server: closes client connections whose deadline has passed."""
+    while True:
+        await asyncio.sleep(SWEEP_SECONDS)
+        now = loop.time()
+        overdue = [one for one in server_state.connections if getattr(one, "deadline", math.inf) < now]
+        for connection in overdue:
+            cast(ClientConnection, connection).expire()

@@ -1,0 +1,210 @@
+"""One answer on its way from a replica to a client: bytes through unchanged, and what they tell on the way.
+
+The relay is the sink of an upstream `Connection`. Whatever arrives is written to the client at once; on the side it notices
+the first token (in a stream of events), the usage at the end, an error event inside a 200, and the id of a stored response.
+It keeps the last two pieces for that, never the whole answer. `finished` resolves once: to `True` when the answer is complete,
+to `False` when another attempt may be made because nothing has reached the client yet.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from gateway.core.model import Outcome, Usage
+from gateway.core.router import Flight
+from gateway.proxy.errors import UpstreamError, error_event
+from gateway.proxy.upstream import Connection, Header
+
+HOP_BY_HOP = frozenset(
+    (
+        b"connection",
+        b"keep-alive",
+        b"proxy-authenticate",
+        b"proxy-authorization",
+        b"proxy-connection",
+        b"te",
+        b"trailer",
+        b"transfer-encoding",
+        b"upgrade",
+    )
+)
+
+# An event that carries generated text: a non-empty string in one of the fields that the APIs put it in.
+FIRST_TOKEN = re.compile(
+    rb'"(?:content|reasoning|reasoning_content|text|delta|thinking|arguments|partial_json|refusal)"\s*:\s*"[^"]'
+)
+USAGE = re.compile(rb'"usage"\s*:\s*\{')
+PROMPT_TOKENS = re.compile(rb'"(?:prompt_tokens|input_tokens)"\s*:\s*(\d{1,12})')
+CACHED_TOKENS = re.compile(rb'"(?:cached_tokens|cache_read_input_tokens)"\s*:\s*(\d{1,12})')
+COMPLETION_TOKENS = re.compile(rb'"(?:completion_tokens|output_tokens)"\s*:\s*(\d{1,12})')
+RESPONSE_ID = re.compile(rb'"id"\s*:\s*"(resp_[A-Za-z0-9_.~-]{1,250})"')
+ERROR_EVENT = re.compile(rb'(?:^|\n)data: ?\{"(?:error"|type": ?"error")')
+
+TAIL_BYTES = 16 * 1024
+"""How much of the end of an answer is searched for its usage; vLLM puts it last."""
+
+
+class Client(Protocol):
+    """The client's side of one exchange. `write` may be called with no data; the last call has `last`."""
+
+    def attach(self, connection: Connection | None) -> None:
+        """From now on a full client socket pauses this connection (back-pressure)."""
+
+    def start(self, status: int, headers: list[Header]) -> None: ...
+    def write(self, data: bytes, last: bool) -> None: ...
+    def abort(self) -> None: ...
+
+
+class Relay:
+    """Takes one replica's answer. Made anew for each attempt."""
+
+    __slots__ = (
+        "_anthropic",
+        "_client",
+        "_clock",
+        "_extra_headers",
+        "_flight",
+        "_head",
+        "_last",
+        "_previous",
+        "_streaming",
+        "_wants_id",
+        "error",
+        "finished",
+        "first_token_at",
+        "response_bytes",
+        "response_id",
+        "status",
+    )
+
+    def __init__(
+        self,
+        client: Client,
+        flight: Flight,
+        extra_headers: list[Header],
+        clock: Callable[[], float],
+        finished: asyncio.Future[bool],
+        *,
+        anthropic: bool = False,
+        wants_id: bool = False,
+    ) -> None:
+        self._client = client
+        self._flight = flight
+        self._extra_headers = extra_headers
+        self._clock = clock
+        self._anthropic = anthropic
+        self._wants_id = wants_id
+        self._streaming = False
+        self._head = self._previous = self._last = b""
+        self.finished = finished
+        self.status = 0
+        self.error: UpstreamError | None = None
+        self.first_token_at: float | None = None
+        self.response_bytes = 0
+        self.response_id: str | None = None
+
+    # -- Sink
+
+    def head(self, status: int, headers: Sequence[Header]) -> None:
+        self.status = status
+        passed: list[Header] = []
+        named: set[bytes] = set()
+        for name, value in headers:
+            if name == b"connection":
+                named.update(token.strip().lower() for token in value.split(b","))
+            elif name == b"content-type":
+                self._streaming = value.startswith(b"text/event-stream")
+            elif name == b"x-request-id":
+                continue  # ours is the same, or stands for it
+            if name not in HOP_BY_HOP:
+                passed.append((name, value))
+        if named:
+            passed = [(name, value) for name, value in passed if name not in named or name == b"content-length"]
+        passed += self._extra_headers
+        self._client.start(status, passed)
+
+    def piece(self, data: bytes, last: bool) -> None:
+        self._client.write(data, last)
+        if data:
+            self.response_bytes += len(data)
+            if self.first_token_at is None:
+                self._look_for_start(data)
+            self._previous, self._last = self._last, data
+        if last:
+            self._resolve(True)
+
+    def failed(self, error: UpstreamError) -> None:
+        """The replica will send no more. Before the head that is a case for another attempt, afterwards for the client."""
+        self.error = error
+        if self.status == 0:
+            self._resolve(False)
+            return
+        if self._streaming and self._at_event_boundary():
+            self._client.write(error_event(error, anthropic=self._anthropic), False)
+        self._client.abort()
+        self._resolve(True)
+
+    # -- what the bytes told
+
+    @property
+    def streaming(self) -> bool:
+        return self._streaming
+
+    @property
+    def outcome(self) -> Outcome:
+        if self.error is not None:
+            return Outcome.FAILED
+        if self.status in (429, 503):
+            return Outcome.REFUSED
+        if self.status >= 500:
+            return Outcome.FAILED
+        if self.status >= 400:
+            return Outcome.REJECTED
+        if self._streaming and ERROR_EVENT.search(self._tail()):
+            return Outcome.FAILED
+        return Outcome.COMPLETED
+
+    def usage(self) -> Usage | None:
+        """Token counts from the end of the answer, or from its beginning (Anthropic's `message_start`)."""
+        tail = self._tail()
+        at = None
+        for at in USAGE.finditer(tail):  # the last one counts
+            pass
+        if at is None:
+            return None
+        counts = tail[at.end() :]
+        prompt, cached = PROMPT_TOKENS.search(counts), CACHED_TOKENS.search(counts)
+        if prompt is None and self._head:
+            prompt, cached = PROMPT_TOKENS.search(self._head), CACHED_TOKENS.search(self._head)
+        return Usage(number(prompt), number(cached), number(COMPLETION_TOKENS.search(counts)))
+
+    def _look_for_start(self, data: bytes) -> None:
+        """Until the first token: keep the beginning, find the id, and tell the flight when the prefill is done."""
+        if len(self._head) < TAIL_BYTES:
+            self._head += data[:TAIL_BYTES]
+        if self._wants_id and self.response_id is None:
+            found = RESPONSE_ID.search(self._head)
+            self.response_id = found[1].decode() if found else None
+        if self._streaming and FIRST_TOKEN.search(data):
+            self.first_token_at = self._clock()
+            self._flight.first_token(self.first_token_at)
+
+    def _tail(self) -> bytes:
+        return (self._previous + self._last)[-TAIL_BYTES:]
+
+    def _at_event_boundary(self) -> bool:
+        """An event of our own can follow only where the last one has ended."""
+        tail = (self._previous[-4:] + self._last)[-4:]
+        return not tail or tail.endswith((b"\n\n", b"\r\r", b"\r\n\r\n"))
+
+    def _resolve(self, value: bool) -> None:
+        if not self.finished.done():
+            self.finished.set_result(value)
+
+
+def number(match: re.Match[bytes] | None) -> int | None:
+    return int(match[1]) if match else None
+
