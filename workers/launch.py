@@ -1,16 +1,14 @@
-"""One replica from a preset: the exact command line, and running it in the foreground.
-
-    python -m workers.launch --preset NAME [--profile P] [--host H] [--port P] [--vllm PATH] [--dry-run] [-- more flags]
+"""One replica from a preset: the exact command line, and running it in the foreground (`warmlane replica`).
 
 `command_line` is pure and knows the flags that the gateway relies on; `workers.worker.Worker` runs what it returns.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import ipaddress
 import json
+import os
 import shlex
 import shutil
 import signal
@@ -114,7 +112,7 @@ def kv_events(host: str, port: int) -> dict[str, object]:
     vLLM binds TCP to all interfaces or not at all; on loopback a socket file that only its owner may open stands in.
     """
     if is_loopback(host):
-        endpoints = [f"ipc:///tmp/warmlane-kv-{kind}-{port}" for kind in ("events", "replay")]
+        endpoints = [f"ipc:///tmp/warmlane-{os.getuid()}-kv-{kind}-{port}" for kind in ("events", "replay")]
     else:
         offset = EVENTS_PORT_OFFSET if port + 2 * EVENTS_PORT_OFFSET <= 65_535 else -EVENTS_PORT_OFFSET
         endpoints = [f"tcp://*:{port + steps * offset}" for steps in (1, 2)]
@@ -253,21 +251,3 @@ async def first_of(*waits: Coroutine[object, object, object]) -> None:
     for result in results:
         if isinstance(result, BaseException) and not isinstance(result, asyncio.CancelledError):
             raise result
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m workers.launch", description="Run one replica from a preset.")
-    parser.add_argument("--preset", required=True, metavar="NAME")
-    parser.add_argument("--profile", default=DEFAULT_PROFILE)
-    parser.add_argument("--host", default=DEFAULT_HOST)
-    parser.add_argument("--port", default=DEFAULT_PORT, type=int)
-    parser.add_argument("--vllm", metavar="PATH", help="the vllm executable (default: from PATH)")
-    parser.add_argument("--model", help="model to load instead of the preset's")
-    parser.add_argument("--dry-run", action="store_true", help="print the command line and environment, run nothing")
-    parser.add_argument("extra", nargs="*", metavar="FLAG", help="more flags of vllm, after --")
-    options = vars(parser.parse_args(arguments))
-    return run_replica(options.pop("preset"), **options)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

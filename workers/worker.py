@@ -24,6 +24,7 @@ import sys
 from asyncio.subprocess import Process
 from collections import deque
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TextIO
 
 import httpx
@@ -39,6 +40,9 @@ LAST_OUTPUT_SECONDS = 2.0
 """For the rest of the output after the end. It ends at once, unless a process that left the group holds the pipe."""
 READ_BYTES = 65_536
 """A line longer than this is passed on in pieces."""
+
+SOCKET_FILE = re.compile(r'ipc://(/[^"\s]+)')
+"""ZeroMQ endpoints in a command. vLLM leaves the files behind, so the worker removes them."""
 
 WATCHDOG = """
 read -r group || exit 0
@@ -197,8 +201,13 @@ class Worker:
         kill_group(process.pid)
         await asyncio.wait({copying}, timeout=LAST_OUTPUT_SECONDS)
         copying.cancel()
+        self._remove_socket_files()
         await self._dismiss_watchdog()
         return exit_code
+
+    def _remove_socket_files(self) -> None:
+        for path in SOCKET_FILE.findall(" ".join(self.command)):
+            Path(path).unlink(missing_ok=True)
 
     async def _copy_output(self, read_end: int) -> None:
         reader = asyncio.StreamReader()

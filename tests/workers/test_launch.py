@@ -31,6 +31,7 @@ from workers.launch import (
 from workers.worker import STOP_GRACE_SECONDS, Worker, WorkerFailed
 
 FAKE_VLLM = str(Path(__file__).with_name("fake_vllm.py"))
+WARMLANE = str(Path(sys.executable).with_name("warmlane"))
 DEADLINE_SECONDS = 20.0
 
 
@@ -84,11 +85,11 @@ class Replica:
 
 @pytest.fixture
 def foreground() -> Iterator[Callable[..., subprocess.Popen[str]]]:
-    """Start `python -m workers.launch` with the stand-in; whatever is left at the end is killed."""
+    """Start `warmlane replica` with the stand-in; whatever is left at the end is killed."""
     started: list[subprocess.Popen[str]] = []
 
     def start(model: str, *arguments: str) -> subprocess.Popen[str]:
-        command = [sys.executable, "-m", "workers.launch", "--preset", "cpu-tiny", "--vllm", FAKE_VLLM]
+        command = [WARMLANE, "replica", "--preset", "cpu-tiny", "--vllm", FAKE_VLLM]
         command += ["--model", model, "--port", str(free_port()), *arguments]
         process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
         started.append(process)
@@ -149,7 +150,9 @@ def test_events_leave_the_machine_only_when_http_does() -> None:
         return [events["endpoint"], events["replay_endpoint"]]
 
     for host in ("127.0.0.1", "localhost", "::1"):
-        assert endpoints(host, 8101) == [f"ipc:///tmp/warmlane-kv-{kind}-8101" for kind in ("events", "replay")]
+        assert endpoints(host, 8101) == [
+            f"ipc:///tmp/warmlane-{os.getuid()}-kv-{kind}-8101" for kind in ("events", "replay")
+        ]
     assert endpoints("0.0.0.0", 8000) == ["tcp://*:18000", "tcp://*:28000"]
     assert endpoints("10.0.0.7", 60_000) == ["tcp://*:50000", "tcp://*:40000"]
 
@@ -308,6 +311,18 @@ async def test_a_leader_that_dies_takes_its_group_along() -> None:
     assert await replica.worker.wait() == 4
     wait_until(lambda: not is_running(engine), "the engine is gone too")
     assert not is_running(leader)
+
+
+async def test_socket_files_of_the_command_are_removed_at_the_end(tmp_path: Path) -> None:
+    left, other = tmp_path / "events", tmp_path / "other"
+    left.touch()
+    other.touch()
+    endpoints = json.dumps({"endpoint": f"ipc://{left}", "replay_endpoint": f"ipc://{tmp_path}/never-made"})
+    worker = Worker(["true", endpoints], {}, "http://127.0.0.1:1", output=io.StringIO())
+    await worker.start()
+    assert await worker.wait() == 0
+    assert not left.exists()
+    assert other.exists()
 
 
 async def test_output_of_any_length_and_any_bytes_passes() -> None:
