@@ -174,8 +174,13 @@ class ReplicaIndex:
             self._drop_tail(record, record.end - max(record.begin, matched))
             self._note_tail()
 
-    def resize(self, capacity: int) -> None:
+    def fit(self, capacity: int) -> None:
+        """The replica's KV cache turned out to hold `capacity` blocks."""
         self.capacity = capacity
+        self._index.share_memory()
+
+    def limit_memory(self, max_bytes: int) -> None:
+        self.max_bytes = max_bytes
         self._shrink()
 
     def clear(self) -> None:
@@ -273,27 +278,21 @@ class PrefixIndex:
 
     def add(self, replica: ReplicaId, capacity: int) -> ReplicaIndex:
         index = self._replicas[replica] = ReplicaIndex(self, capacity)
-        self._share_memory()
+        self.share_memory()
         return index
 
     def remove(self, replica: ReplicaId) -> None:
         self._replicas.pop(replica).clear()
-        self._share_memory()
+        self.share_memory()
 
-    def resize(self, replica: ReplicaId, capacity: int) -> None:
-        """The replica's KV cache turned out to hold `capacity` blocks."""
-        self._replicas[replica].capacity = capacity
-        self._share_memory()
-
-    def _share_memory(self) -> None:
+    def share_memory(self) -> None:
         """Equal shares; what a small replica cannot use goes to the larger ones."""
         left = self.memory_bytes_limit
         by_size = sorted(self._replicas.values(), key=lambda replica: replica.capacity)
         for position, replica in enumerate(by_size):
-            share = left // (len(by_size) - position)
-            replica.max_bytes = min(share, replica.capacity * (BLOCK_BYTES + RECORD_BYTES))
-            left -= replica.max_bytes
-            replica.resize(replica.capacity)
+            share = min(left // (len(by_size) - position), replica.capacity * (BLOCK_BYTES + RECORD_BYTES))
+            left -= share
+            replica.limit_memory(share)
 
     def match_anywhere(self, blocks: Sequence[BlockHash]) -> int:
         """Blocks of the prompt's leading run held by at least one replica."""

@@ -28,8 +28,7 @@ from collections.abc import Collection, Sequence
 
 from gateway.core import filters
 from gateway.core.admission import Admission, Admitted, Release, Shed, Waiting
-from gateway.core.health import Health
-from gateway.core.load import Load
+from gateway.core.flight import Flight
 from gateway.core.model import (
     CacheCleared,
     Decision,
@@ -37,7 +36,6 @@ from gateway.core.model import (
     Fact,
     HealthState,
     LoadReported,
-    LoadSnapshot,
     ModelCard,
     ModelsListed,
     NoReplica,
@@ -57,139 +55,15 @@ from gateway.core.model import (
 from gateway.core.ownership import Ownership
 from gateway.core.pickers import Ranking, ranked
 from gateway.core.policy import Policy, policy_named
-from gateway.core.prefix_index import PrefixIndex, ReplicaIndex, match_length
-from gateway.core.rates import BYTES_PER_TOKEN, BytesPerToken, PrefillRate, PrefillRates
+from gateway.core.prefix_index import PrefixIndex, match_length
+from gateway.core.rates import BytesPerToken, PrefillRates
+from gateway.core.replica import Replica
 from gateway.core.settings import RoutingSettings
+
+__all__ = ["Flight", "Router"]
 
 HOT_BRANCHES_PER_REPLICA = 3
 """A prefix with three different continuations for each replica is worth a copy everywhere."""
-NEVER_RAN = frozenset({Outcome.FAILED, Outcome.REFUSED, Outcome.REJECTED})
-"""Outcomes that, without a first token, left nothing in the replica's cache. A client that left may have."""
-MISSES_TO_CLEAR = 5
-"""So many answers in a row without any cached token, where many were predicted, mean that the cache was emptied."""
-MISS_TOKENS = 512
-"""Predicted cached tokens below which a miss proves nothing: less than that, the engine's block alignment may eat
-it."""
-MIX_STEP = 0.05
-"""Bytes per token of a replica: moving mean over its last twenty flights, of whatever models and kinds of prompt."""
-RESIZE_SHARE = 0.01
-"""Capacity in blocks follows the learned bytes per token in steps of 1 %, so that the index is not resized all the
-time."""
-
-
-class Replica:
-    """Everything the router knows about one replica."""
-
-    __slots__ = (
-        "bytes_per_token",
-        "cache_tokens",
-        "cache_tokens_known",
-        "draining",
-        "health",
-        "id",
-        "index",
-        "load",
-        "misses",
-        "model_ids",
-        "models",
-        "proven_at",
-        "rate",
-        "started",
-    )
-
-    def __init__(self, id: ReplicaId, index: ReplicaIndex, cache_tokens: float, rate: PrefillRate) -> None:
-        self.id = id
-        self.index = index
-        self.cache_tokens = cache_tokens
-        self.cache_tokens_known = False
-        self.health = Health(id)
-        self.load = Load()
-        self.rate = rate
-        self.bytes_per_token = BYTES_PER_TOKEN
-        """Key bytes per token, mean over what is sent here: turns its cache tokens into blocks."""
-        self.draining = False
-        self.models: tuple[ModelCard, ...] | None = None
-        self.model_ids: frozenset[str] = frozenset()
-        self.started = 0
-        self.misses = 0
-        self.proven_at: float | None = None
-        """When a scrape last showed that it is still the same process."""
-
-    def serves(self, model: str) -> bool:
-        return model in self.model_ids
-
-    def __repr__(self) -> str:
-        return f"<Replica {self.id} {self.health.state.value}, {self.load!r}, {self.index!r}>"
-
-
-class Flight:
-    """A request that was sent, until it ends. It gives back exactly what `Router.start` booked."""
-
-    __slots__ = (
-        "_ahead_tokens",
-        "_booking",
-        "_matched",
-        "_record",
-        "_replica",
-        "_router",
-        "cached_tokens",
-        "finished",
-        "first_token_at",
-        "request",
-        "started_at",
-    )
-
-    def __init__(self, router: Router, replica: Replica, decision: Decision, ahead_tokens: float, now: float) -> None:
-        view = decision.ranking[0][0]
-        self._router = router
-        self._replica = replica
-        self.request = decision.request
-        self.started_at = now
-        self.first_token_at: float | None = None
-        self.finished = False
-        self.cached_tokens = view.cached_tokens
-        """Predicted."""
-        self._ahead_tokens = ahead_tokens
-        uncached = view.prompt_tokens - view.cached_tokens
-        self._booking = replica.load.book(view.prompt_tokens, uncached, now)
-        self._matched, self._record = replica.index.touch(decision.request.blocks, now)
-
-    @property
-    def replica(self) -> ReplicaId:
-        return self._replica.id
-
-    def __repr__(self) -> str:
-        state = "finished" if self.finished else "decoding" if self.first_token_at is not None else "in prefill"
-        return f"<Flight to {self._replica.id}, {state}, since {self.started_at:.3f}>"
-
-    def first_token(self, now: float) -> None:
-        """The first byte of output came: prefill is done. Repeating it changes nothing."""
-        if self.first_token_at is None and not self.finished:
-            self.first_token_at = now
-            self._replica.load.prefilled(self._booking, now)
-
-    def finish(self, outcome: Outcome, now: float, usage: Usage | None = None) -> None:
-        """The request ended. Exactly once; a second call is a bug of the caller, and changes nothing."""
-        assert not self.finished, f"{self!r} was finished twice"
-        if self.finished:
-            return
-        self.finished = True
-        self._replica.load.release(self._booking, now, ran=outcome is Outcome.COMPLETED)
-        if self._record is not None:
-            if self.first_token_at is None and outcome in NEVER_RAN:
-                self._replica.index.take_back(self._record, self._matched)
-            self._record = None
-        self._router.settle(self, self._replica, outcome, now, usage)
-
-    def learn_rate(self, usage: Usage | None) -> None:
-        """What the time to first token says about the replica's speed, with the replica's own counts where it gave
-        them."""
-        if self.first_token_at is None:
-            return
-        own = self._booking.uncached_tokens
-        if usage is not None and usage.prompt_tokens is not None and usage.cached_tokens is not None:
-            own = float(usage.prompt_tokens - usage.cached_tokens)
-        self._replica.rate.learn_flight(own, self._ahead_tokens, self.first_token_at - self.started_at)
 
 
 class Router:
@@ -226,19 +100,15 @@ class Router:
             return
         match fact:
             case LoadReported(snapshot=snapshot):
-                self._load_reported(replica, snapshot, now)
+                replica.report(snapshot, now)
             case ProbeAnswered(ok=ok, reason=reason):
-                was_ejected = replica.health.state is HealthState.EJECTED
-                if replica.health.probe(ok, reason, now) and was_ejected:
-                    self._returned(replica)
+                replica.probed(ok, reason, now)
             case ModelsListed(models=models):
-                replica.models = models
-                replica.model_ids = frozenset(card.id for card in models)
-                replica.health.heard(now)
+                replica.list_models(models, now)
             case DrainRequested(draining=draining):
                 replica.draining = draining
             case CacheCleared():
-                self._clear(replica)
+                replica.clear()
             case ReplicaRemoved():
                 del self._replicas[replica.id]
                 self._index.remove(replica.id)
@@ -289,7 +159,7 @@ class Router:
         if replica.health.state is HealthState.EJECTED:
             replica.health.flight_started()
         ahead = replica.load.queued_tokens(now, replica.rate.value)
-        return Flight(self, replica, decision, ahead, now)
+        return Flight(self._settle, replica, decision, ahead, now)
 
     # ---- questions -------------------------------------------------------------------------------------------------
 
@@ -325,89 +195,16 @@ class Router:
             bytes_per_token=self._bytes_per_token.statistics(),
         )
 
-    # ---- called by flights -----------------------------------------------------------------------------------------
-
-    def settle(self, flight: Flight, replica: Replica, outcome: Outcome, now: float, usage: Usage | None) -> None:
-        """Learn from a flight that ended, unless its replica was removed meanwhile."""
-        self._in_flight -= 1
-        if self._replicas.get(replica.id) is not replica:
-            return
-        health = replica.health
-        if outcome is Outcome.COMPLETED:
-            if health.flight_completed(flight.started_at, now):
-                self._all_up.clear()
-                self._returned(replica)
-            replica.load.accepted()
-            flight.learn_rate(usage)
-            if usage is not None:
-                self._learn_usage(flight, replica, usage)
-        elif outcome is Outcome.FAILED:
-            if health.flight_failed(flight.started_at, now):
-                self._all_up.clear()
-        else:
-            health.flight_ended()
-            if outcome is Outcome.REFUSED:
-                replica.load.refused(now)
-
     # ---- inside ----------------------------------------------------------------------------------------------------
 
     def _add(self, fact: ReplicaAdded) -> None:
         if fact.replica in self._replicas:
             return
-        tokens = float(self._settings.default_cache_tokens)
-        index = self._index.add(fact.replica, self._blocks(tokens, BYTES_PER_TOKEN))
-        rate = self._rates.add(fact.prefill_rate or self._settings.default_prefill_rate)
-        self._replicas[fact.replica] = Replica(fact.replica, index, tokens, rate)
-
-    def _blocks(self, tokens: float, bytes_per_token: float) -> int:
-        return max(1, int(tokens * bytes_per_token / self._settings.block_bytes))
-
-    def _fit_index(self, replica: Replica) -> None:
-        """The index of a replica holds what its KV cache holds."""
-        blocks = self._blocks(replica.cache_tokens, replica.bytes_per_token)
-        if abs(blocks - replica.index.capacity) > RESIZE_SHARE * replica.index.capacity:
-            self._index.resize(replica.id, blocks)
-
-    def _clear(self, replica: Replica) -> None:
-        replica.index.clear()
-        replica.misses = 0
-
-    def _returned(self, replica: Replica) -> None:
-        """Back from ejection: cold, unless a scrape since then showed that it is the same process."""
-        if replica.proven_at is None or replica.proven_at < replica.health.ejected_at:
-            self._clear(replica)
-
-    def _load_reported(self, replica: Replica, snapshot: LoadSnapshot, now: float) -> None:
-        last = replica.load.snapshot
-        if last is not None and snapshot.taken_at < last.taken_at:
-            return
-        if last is not None and is_restart(last, snapshot):
-            self._clear(replica)
-            replica.proven_at = None
-        elif last is not None and last.started_at is not None and last.started_at == snapshot.started_at:
-            replica.proven_at = now
-        replica.load.report(snapshot)
-        replica.health.heard(now)
-        if snapshot.asleep is not None:
-            was_asleep = replica.health.state is HealthState.ASLEEP
-            if replica.health.sleep(snapshot.asleep, now) and (snapshot.asleep or was_asleep):
-                self._clear(replica)  # sleep discards the KV cache
-        if snapshot.cache_tokens is not None and snapshot.cache_tokens > 0:
-            replica.cache_tokens = float(snapshot.cache_tokens)
-            replica.cache_tokens_known = True
-            self._fit_index(replica)
-
-    def _learn_usage(self, flight: Flight, replica: Replica, usage: Usage) -> None:
-        request = flight.request
-        if usage.prompt_tokens is not None:
-            ratio = self._bytes_per_token.learn(request.model, request.space, request.length, usage.prompt_tokens)
-            replica.bytes_per_token += MIX_STEP * (ratio - replica.bytes_per_token)
-            self._fit_index(replica)
-        if usage.cached_tokens is None or flight.cached_tokens < MISS_TOKENS:
-            return
-        replica.misses = 0 if usage.cached_tokens else replica.misses + 1
-        if replica.misses >= MISSES_TO_CLEAR:
-            self._clear(replica)
+        settings = self._settings
+        rate = self._rates.add(fact.prefill_rate or settings.default_prefill_rate)
+        index = self._index.add(fact.replica, capacity=1)
+        tokens = float(settings.default_cache_tokens)
+        self._replicas[fact.replica] = Replica(fact.replica, index, rate, tokens, settings.block_bytes)
 
     def _owner_of(self, pinned: ReplicaId, now: float, exclude: Collection[ReplicaId]) -> Replica:
         replica = self._replicas.get(pinned)
@@ -420,6 +217,24 @@ class Router:
 
     def _open(self, now: float) -> list[Replica]:
         return filters.available(filters.accepting(self._replicas.values()), now)
+
+    def _settle(self, flight: Flight, outcome: Outcome, now: float, usage: Usage | None) -> None:
+        """Learn from a flight that ended, unless its replica was removed meanwhile."""
+        self._in_flight -= 1
+        replica = flight.to
+        if self._replicas.get(replica.id) is not replica:
+            return
+        if replica.flight_ended(outcome, flight.started_at, now):
+            self._all_up.clear()
+        if outcome is Outcome.COMPLETED:
+            flight.teach_rate(usage)
+            if usage is not None:
+                request, tokens = flight.request, usage.prompt_tokens
+                if tokens is not None:
+                    ratio = self._bytes_per_token.learn(request.model, request.space, request.length, tokens)
+                    replica.mix_bytes_per_token(ratio)
+                if usage.cached_tokens is not None:
+                    replica.check_belief(flight.cached_tokens, usage.cached_tokens)
 
     def _candidates(self, request: RouteRequest, now: float, exclude: Collection[ReplicaId]) -> list[Replica]:
         model = request.model
@@ -508,14 +323,6 @@ class Router:
             load_age=None if snapshot is None else now - snapshot.taken_at,
             last_failure=replica.health.last_failure,
         )
-
-
-def is_restart(last: LoadSnapshot, new: LoadSnapshot) -> bool:
-    """Another start time, or a counter that runs backwards."""
-    if last.started_at is not None and new.started_at is not None and last.started_at != new.started_at:
-        return True
-    pairs = ((last.prefix_queries, new.prefix_queries), (last.prefix_hits, new.prefix_hits))
-    return any(before is not None and after is not None and after < before for before, after in pairs)
 
 
 def merge(one: ModelCard, other: ModelCard) -> ModelCard:

@@ -7,6 +7,7 @@ from collections.abc import Collection
 from random import Random
 
 from gateway.core.blocks import block_hashes, seed_of
+from gateway.core.flight import Flight
 from gateway.core.model import (
     Decision,
     LoadReported,
@@ -23,7 +24,7 @@ from gateway.core.model import (
     Space,
     Usage,
 )
-from gateway.core.router import Flight, Router
+from gateway.core.router import Router
 from gateway.core.settings import RoutingSettings
 
 BLOCK_BYTES = RoutingSettings().block_bytes

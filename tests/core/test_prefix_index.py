@@ -75,7 +75,7 @@ def test_behaves_like_a_plain_lru_and_never_has_a_hole(capacity: int, walk: list
                 replica.touch(chain(text), float(now))
                 plain.touch(chain(text))
             case "resize", int(size):
-                index.resize(A, size)
+                replica.fit(size)
                 plain.capacity = size
                 plain.shrink()
             case "clear", _:

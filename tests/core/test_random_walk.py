@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from gateway.core.flight import Flight
 from gateway.core.model import (
     CacheCleared,
     DrainRequested,
@@ -23,7 +24,6 @@ from gateway.core.model import (
     RoutingError,
     Usage,
 )
-from gateway.core.router import Flight
 from gateway.core.settings import POLICY_NAMES
 from tests.core.fleet import Fleet, ask, text
 
@@ -93,7 +93,7 @@ class Walk:
         assert statistics.in_flight == len(self.flights)
         copies: dict[int, int] = {}
         for replica in router._replicas.values():
-            mine = [flight for flight in self.flights if flight._replica is replica]
+            mine = [flight for flight in self.flights if flight.to is replica]
             load = replica.load
             assert load.in_flight == len(mine)
             assert load.in_flight_tokens == pytest.approx(sum(flight._booking.prompt_tokens for flight in mine))

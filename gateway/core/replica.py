@@ -1,0 +1,163 @@
+"""One replica as the router sees it: what it says of itself and what its flights show, put together.
+
+The index of its cache is a belief. It ends when the replica restarted, slept, or came back from an ejection without
+proof that it is the same process; and when it says several times in a row that nothing was cached where much was
+predicted.
+"""
+
+from __future__ import annotations
+
+from gateway.core.health import Health
+from gateway.core.load import Load
+from gateway.core.model import HealthState, LoadSnapshot, ModelCard, Outcome, ReplicaId
+from gateway.core.prefix_index import ReplicaIndex
+from gateway.core.rates import BYTES_PER_TOKEN, PrefillRate
+
+MISSES_TO_CLEAR = 5
+"""So many answers in a row without any cached token, where many were predicted, mean that the cache was emptied."""
+MISS_TOKENS = 512
+"""Predicted cached tokens below which a miss proves nothing: less than that, the engine's block alignment may eat
+it."""
+MIX_STEP = 0.05
+"""Bytes per token of a replica: moving mean over its last twenty flights, of whatever models and kinds of prompt."""
+RESIZE_SHARE = 0.01
+"""Capacity in blocks follows the learned bytes per token in steps of 1 %, so that the index is not resized all the
+time."""
+
+
+class Replica:
+    """One replica: health, load, speed, models, and what its cache is believed to hold."""
+
+    __slots__ = (
+        "_block_bytes",
+        "_bytes_per_token",
+        "_misses",
+        "_proven_at",
+        "cache_tokens",
+        "cache_tokens_known",
+        "draining",
+        "health",
+        "id",
+        "index",
+        "load",
+        "model_ids",
+        "models",
+        "rate",
+        "started",
+    )
+
+    def __init__(
+        self, id: ReplicaId, index: ReplicaIndex, rate: PrefillRate, cache_tokens: float, block_bytes: int
+    ) -> None:
+        self.id = id
+        self.index = index
+        self.rate = rate
+        self.load = Load()
+        self.health = Health(id)
+        self.draining = False
+        self.models: tuple[ModelCard, ...] | None = None
+        """`None` until it listed them."""
+        self.model_ids: frozenset[str] = frozenset()
+        self.started = 0
+        """Sequence number of the last request sent there."""
+        self.cache_tokens = cache_tokens
+        self.cache_tokens_known = False
+        self._block_bytes = block_bytes
+        self._bytes_per_token = BYTES_PER_TOKEN
+        self._misses = 0
+        self._proven_at: float | None = None
+        """When a scrape last showed that it is still the same process."""
+        self._fit_index()
+
+    def __repr__(self) -> str:
+        return f"<Replica {self.id} {self.health.state.value}, {self.load!r}, {self.index!r}>"
+
+    def serves(self, model: str) -> bool:
+        return model in self.model_ids
+
+    # ---- what it says of itself ------------------------------------------------------------------------------------
+
+    def probed(self, ok: bool, reason: str, now: float) -> None:
+        was_ejected = self.health.state is HealthState.EJECTED
+        if self.health.probe(ok, reason, now) and was_ejected:
+            self._returned()
+
+    def list_models(self, models: tuple[ModelCard, ...], now: float) -> None:
+        self.models = models
+        self.model_ids = frozenset(card.id for card in models)
+        self.health.heard(now)
+
+    def report(self, snapshot: LoadSnapshot, now: float) -> None:
+        """Take a load snapshot, unless it is older than the last."""
+        last = self.load.snapshot
+        if last is not None and snapshot.taken_at < last.taken_at:
+            return
+        if last is not None and is_restart(last, snapshot):
+            self.clear()
+            self._proven_at = None
+        elif last is not None and last.started_at is not None and last.started_at == snapshot.started_at:
+            self._proven_at = now
+        self.load.report(snapshot)
+        self.health.heard(now)
+        if snapshot.asleep is not None and self.health.sleep(snapshot.asleep, now):
+            self.clear()  # sleep discards the KV cache
+        if snapshot.cache_tokens is not None and snapshot.cache_tokens > 0:
+            self.cache_tokens = float(snapshot.cache_tokens)
+            self.cache_tokens_known = True
+            self._fit_index()
+
+    # ---- what its flights show -------------------------------------------------------------------------------------
+
+    def flight_ended(self, outcome: Outcome, started_at: float, now: float) -> bool:
+        """Returns whether the state of its health changed."""
+        match outcome:
+            case Outcome.COMPLETED:
+                self.load.accepted()
+                was_ejected = self.health.state is HealthState.EJECTED
+                changed = self.health.flight_completed(started_at, now)
+                if changed and was_ejected:
+                    self._returned()
+                return changed
+            case Outcome.FAILED:
+                return self.health.flight_failed(started_at, now)
+            case Outcome.REFUSED:
+                self.load.refused(now)
+        self.health.flight_ended()
+        return False
+
+    def mix_bytes_per_token(self, ratio: float) -> None:
+        """A flight's prompt had so many key bytes for each token."""
+        self._bytes_per_token += MIX_STEP * (ratio - self._bytes_per_token)
+        self._fit_index()
+
+    def check_belief(self, predicted_tokens: float, cached_tokens: int) -> None:
+        """Compare what was predicted to be cached with what was; a cache that shows nothing at all was emptied."""
+        if predicted_tokens < MISS_TOKENS:
+            return
+        self._misses = 0 if cached_tokens else self._misses + 1
+        if self._misses >= MISSES_TO_CLEAR:
+            self.clear()
+
+    def clear(self) -> None:
+        """Its cache is empty now."""
+        self.index.clear()
+        self._misses = 0
+
+    def _returned(self) -> None:
+        """Back from ejection: cold, unless a scrape since then showed that it is the same process."""
+        if self._proven_at is None or self._proven_at < self.health.ejected_at:
+            self.clear()
+
+    def _fit_index(self) -> None:
+        """The index of a replica holds as many blocks as its KV cache."""
+        blocks = max(1, int(self.cache_tokens * self._bytes_per_token / self._block_bytes))
+        if abs(blocks - self.index.capacity) > RESIZE_SHARE * self.index.capacity:
+            self.index.fit(blocks)
+
+
+def is_restart(last: LoadSnapshot, new: LoadSnapshot) -> bool:
+    """Another start time, or a counter that runs backwards."""
+    if last.started_at is not None and new.started_at is not None and last.started_at != new.started_at:
+        return True
+    pairs = ((last.prefix_queries, new.prefix_queries), (last.prefix_hits, new.prefix_hits))
+    return any(before is not None and after is not None and after < before for before, after in pairs)
