@@ -7,6 +7,7 @@ SIGTERM or SIGINT. Tests may also mount `build_app` on a server of their own.
 from __future__ import annotations
 
 import argparse
+import logging
 import signal
 import socket
 import sys
@@ -143,11 +144,12 @@ def build_app(settings: ReplicaSettings | None = None) -> SimReplica:
 
 
 class _Server(uvicorn.Server):
-    """Says where it listens as soon as it does."""
+    """Says where it listens as soon as it does. What it cuts off while it ends is no error."""
 
     def __init__(self, config: uvicorn.Config, url: str) -> None:
         super().__init__(config)
         self._url = url
+        logging.getLogger("uvicorn.error").addFilter(lambda _: not self.should_exit)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)

@@ -17,7 +17,8 @@ import httpx
 EXACT_KEYS = {"object", "type", "role", "status", "finish_reason", "stop_reason", "code", "param", "message", "detail"}
 """Keys whose values are words of the protocol, not content."""
 UNCOMPARED_HEADERS = {"date", "content-length"}
-_NUMBER = re.compile(r"\d+")
+_CHANCE = re.compile(r"\b[0-9a-f]{16}\b|(?<=_)[0-9a-f]{16}\b|\d+")
+"""Identifiers and numbers inside messages."""
 
 Shape = Any
 
@@ -30,7 +31,7 @@ def of_value(value: Any, key: str = "") -> Shape:
     if isinstance(value, list):
         return [shape for shape, _ in groupby(of_value(item, key) for item in value)]
     if key in EXACT_KEYS and isinstance(value, str):
-        return _NUMBER.sub("N", value)
+        return _CHANCE.sub("N", value)
     return type(value).__name__
 
 

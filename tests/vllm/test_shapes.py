@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from secrets import token_hex
 from typing import Any
 
 import httpx
@@ -320,12 +321,13 @@ def test_takes_the_request_id_as_vllm_does(vllm_replica: str, sim_replica: str) 
 @pytest.mark.parametrize("length", [31, 32, 33, 64, 320, 330])
 def test_caches_as_many_tokens_as_vllm(length: int, vllm_replica: str, sim_replica: str) -> None:
     """A prompt, the same again, and its continuation by its own answer: cached tokens agree to the token."""
-    prompt = [(place * 7 + length) % 200 + 50 for place in range(length)]
+    prompt, salt = [(place * 7 + length) % 200 + 50 for place in range(length)], token_hex(8)
 
     def cached(url: str) -> list[int]:
         counts, tokens = [], prompt
         for _ in range(3):
-            answer = completion(prompt=tokens, max_tokens=40, return_token_ids=True).send(url).json()
+            case = completion(prompt=tokens, max_tokens=40, return_token_ids=True, cache_salt=salt)
+            answer = case.send(url).json()
             counts.append(answer["usage"]["prompt_tokens_details"]["cached_tokens"])
             if len(counts) == 2:
                 tokens = prompt + answer["choices"][0]["token_ids"]

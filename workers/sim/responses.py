@@ -175,7 +175,9 @@ class Responses:
             raise parameter_error("background can only be used when `store` is true", "background")
         if values.get("background") and not self._generator.settings.store_responses:
             message = (
-                "This vLLM engine does not support `store=True` and therefore does not support the background mode."
+                "This vLLM engine does not support `store=True` and therefore does not support the background mode. "
+                "To enable these features, set the environment variable `VLLM_ENABLE_RESPONSES_API_STORE=1` "
+                "when launching the vLLM server."
             )
             raise ApiError(400, message, "background", "invalid_request_error")
         self._generator.require_model(values.get("model"))
