@@ -28,7 +28,7 @@ from fastapi.responses import JSONResponse, PlainTextResponse
 from starlette.exceptions import HTTPException
 
 from gateway.config import Config
-from gateway.core.model import Decision, Fact, ModelCard, ReplicaRemoved, RoutingError, UnknownModel
+from gateway.core.model import Decision, Fact, HealthState, ModelCard, ReplicaRemoved, RoutingError, UnknownModel
 from gateway.core.router import Router
 from gateway.feeds.discovery import Discovery
 from gateway.feeds.fetch import new_client
@@ -82,7 +82,9 @@ class Gateway:
         self.door.gate.release()
 
     def ready(self) -> bool:
-        return not self.draining and any(one.available for one in self.router.statistics(self.clock()).replicas)
+        """Some replica is up. A replica that is tried only because none is better does not count."""
+        replicas = self.router.statistics(self.clock()).replicas
+        return not self.draining and any(one.health is HealthState.UP and not one.draining for one in replicas)
 
     @contextlib.asynccontextmanager
     async def run_beside(self) -> AsyncIterator[None]:

@@ -120,6 +120,11 @@ def answer(error: Exception, *, anthropic: bool = False) -> ErrorAnswer:
     return ErrorAnswer(blame.status, blame.code, headers, body)
 
 
+def code_of(error: Exception) -> str:
+    """The short code of an error of `KNOWN`."""
+    return BLAME[type(error)].code
+
+
 def error_body(blame: Blame, message: str, *, anthropic: bool = False) -> bytes:
     param = "model" if blame.code == "model_not_found" else None
     kind = ANTHROPIC_TYPE.get(blame.status, "api_error") if anthropic else blame.type

@@ -21,7 +21,8 @@ from gateway import prompt
 from gateway.config import Server as ServerConfig
 from gateway.config import Upstream as UpstreamConfig
 from gateway.core.model import Decision, NoReplica, Outcome, ReplicaId, RouteRequest, RoutingError, Usage
-from gateway.core.router import Flight, Router
+from gateway.core.flight import Flight
+from gateway.core.router import Router
 from gateway.prompt import Shape
 from gateway.proxy.endpoints import Endpoint
 from gateway.proxy.errors import (
@@ -33,6 +34,7 @@ from gateway.proxy.errors import (
     Overloaded,
     UpstreamError,
     answer,
+    code_of,
 )
 from gateway.proxy.gate import Gate
 from gateway.proxy.relay import HOP_BY_HOP, Client, Relay
@@ -264,7 +266,7 @@ class FrontDoor:
         record.outcome = outcome.value
         record.stream = relay.streaming
         record.response_bytes = relay.response_bytes
-        record.error = type(relay.error).__name__ if relay.error else ""
+        record.error = code_of(relay.error) if relay.error else ""
         if usage is not None:
             record.prompt_tokens = usage.prompt_tokens
             record.cached_tokens = usage.cached_tokens

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from gateway.core.model import Outcome, Usage
-from gateway.core.router import Flight
+from gateway.core.flight import Flight
 from gateway.proxy.errors import UpstreamError, error_event
 from gateway.proxy.upstream import Connection, Header
 

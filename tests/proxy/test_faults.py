@@ -266,7 +266,7 @@ async def test_a_slow_reader_slows_the_replica_and_not_the_gateway(mode: str) ->
 
     async with ScriptedReplica(script).running() as replica, running_gateway(replica, mode=mode) as gateway:
         sock = socket.create_connection(("127.0.0.1", gateway.port))
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 65_536)
         sock.sendall(post(ODD_BODY))
         last = -1
         while last != sent or sent == 0:  # until the flow has stopped
