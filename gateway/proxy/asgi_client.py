@@ -7,6 +7,7 @@ responses always. Slower than `http_client.py`, but it leans on nothing but the 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
@@ -21,6 +22,9 @@ Send = Callable[[Message], Awaitable[None]]
 
 HIGH_WATER_BYTES = 64 * 1024
 """Unsent bytes above which the replica's connection is paused, as asyncio's transports do."""
+
+LINGER_SECONDS = 2.0
+"""How long a body that is too large is read and thrown away before it is answered."""
 
 
 class ClientLeft(Exception):
@@ -86,6 +90,8 @@ async def serve(door: FrontDoor, scope: Message, receive: Receive, send: Send) -
     try:
         body = await read_body(scope, receive, door.server.max_body_mib * 2**20)
     except BodyTooLarge as error:
+        if not error.unread:
+            await discard_body(receive)
         await send_answer(send, answer(error, anthropic=endpoint.anthropic), close=True)
         return
     except ClientLeft:
@@ -123,7 +129,7 @@ async def read_body(scope: Message, receive: Receive, limit: int) -> bytes:
     """The whole body. Raises `BodyTooLarge` before anything is read when its length is announced, and `ClientLeft`."""
     for name, value in scope["headers"]:
         if name == b"content-length" and int(value) > limit:
-            raise BodyTooLarge(limit)
+            raise BodyTooLarge(limit, unread=True)
     parts: list[bytes] = []
     size = 0
     while True:
@@ -137,6 +143,14 @@ async def read_body(scope: Message, receive: Receive, limit: int) -> bytes:
         parts.append(part)
         if not message.get("more_body", False):
             return b"".join(parts)
+
+
+async def discard_body(receive: Receive) -> None:
+    """Let a client that is still sending come to its end, for a while: one that is cut off may lose the answer."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(LINGER_SECONDS):
+            while (await receive()).get("more_body", False):
+                pass
 
 
 async def wait_disconnect(receive: Receive) -> None:

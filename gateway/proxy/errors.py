@@ -21,8 +21,10 @@ class BadBody(Exception):
 
 
 class BodyTooLarge(Exception):
-    def __init__(self, limit_bytes: int) -> None:
+    def __init__(self, limit_bytes: int, *, unread: bool = False) -> None:
         super().__init__(f"The request body is larger than this gateway accepts ({limit_bytes // 2**20} MiB).")
+        self.unread = unread
+        """Its length was announced: nothing of it was read."""
 
 
 class NotFound(Exception):

@@ -156,12 +156,15 @@ class ClientConnection(asyncio.Protocol):
             return
         self._endpoint = endpoint
         self._raw = []
+        wants_continue = False
         for name, value in self._headers:
             if name == b"content-length" and int(value) > self._max_body:
                 self._refuse_too_large()
                 return
             if name == b"expect" and value.lower() == b"100-continue":
-                self._transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+                wants_continue = True
+        if wants_continue and self._task is None:
+            self._transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
 
     def on_body(self, data: bytes) -> None:
         if self._hand_over or self._refused:
