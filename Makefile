@@ -34,4 +34,4 @@ bench: install
 	$(BIN)/python -m loadtests.bench.run $(BENCH)
 
 clean:
-	rm -rf $(VENV) $(VLLM_VENV) build dist *.egg-info
+	rm -rf $(VENV) .venv-vllm .cache build dist *.egg-info

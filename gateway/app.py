@@ -1,7 +1,7 @@
 """Wires the gateway: builds every object once, starts and stops what runs beside the requests.
 
-FastAPI carries the control endpoints (`/health`, `/ready`, `/metrics`, `/v1/models`, the dry run, API docs); everything else
-falls through to the inference paths. uvicorn accepts the connections.
+FastAPI carries the control endpoints (`/health`, `/ready`, `/metrics`, `/v1/models`, the dry run, API docs);
+everything else falls through to the inference paths. uvicorn accepts the connections.
 """
 
 from __future__ import annotations
@@ -199,9 +199,7 @@ def dry_run(gateway: Gateway, body: bytes, path: str, session: str | None) -> Re
     if endpoint is None:
         return response_of(answer(NotFound(f"Not an inference path: {path}")))
     try:
-        request = parse(
-            body, endpoint.shape, block_bytes=gateway.block_bytes, session=session, pinned=None
-        )
+        request = parse(body, endpoint.shape, block_bytes=gateway.block_bytes, session=session, pinned=None)
         return JSONResponse(explained(gateway.router.decide(request, gateway.clock())))
     except NotJson as error:
         return response_of(answer(BadBody(str(error))))
@@ -339,9 +337,9 @@ def base_url(sock: socket.socket) -> str:
 def tune_memory() -> None:
     """Settings of the process that the data path was measured with.
 
-    glibc gives large buffers back to the kernel at once and faults them in again for the next body; keeping up to 64 MiB
-    removed the page faults that made 256 KB bodies two to three times dearer. Objects made so far live as long as the
-    process, so the garbage collector need not look at them again.
+    glibc gives large buffers back to the kernel at once and faults them in again for the next body; keeping up to 64
+    MiB removed the page faults that made 256 KB bodies two to three times dearer. Objects made so far live as long as
+    the process, so the garbage collector need not look at them again.
     """
     with contextlib.suppress(OSError, AttributeError):
         libc = ctypes.CDLL("libc.so.6")

@@ -1,10 +1,10 @@
 """From a request body to a `RouteRequest`: what the routing key is made of.
 
-The key is the concatenation, in the order of the chat template (tools, system, turns), of what the model will see. Strings
-enter as their JSON source, quotes included: clients send the next turn with the same encoder, so equal text is equal
-bytes, and nothing is decoded or copied twice. What the model does not see (`cache_control` marks, sampling settings) stays
-out; what changes the rendered beginning (`reasoning_effort`, template arguments) goes in first. Pictures and sounds enter as
-a digest. One typed decode finds the slices; the body itself is never changed.
+The key is the concatenation, in the order of the chat template (tools, system, turns), of what the model will see.
+Strings enter as their JSON source, quotes included: clients send the next turn with the same encoder, so equal text
+is equal bytes, and nothing is decoded or copied twice. What the model does not see (`cache_control` marks, sampling
+settings) stays out; what changes the rendered beginning (`reasoning_effort`, template arguments) goes in first.
+Pictures and sounds enter as a digest. One typed decode finds the slices; the body itself is never changed.
 
 A body that is JSON but not of the expected shape is no error here: it gets no affinity, and the replica judges it.
 """
@@ -258,7 +258,7 @@ def add_prompt_list(key: Key, prompt: Raw) -> None:
 
 
 def token_bytes(ids: list[int]) -> bytes:
-    """Four bytes a token id. An id that does not fit is no token of any model: wraps, and the replica will refuse it."""
+    """Four bytes a token id. An id that does not fit is no token of any model: it wraps, and the replica refuses it."""
     try:
         return array("I", ids).tobytes()
     except (OverflowError, ValueError):

@@ -1,7 +1,7 @@
 """Client connections, the plain way: the same exchanges as an ASGI application.
 
-Serves inference requests when `[server] http = "asgi"`, on connections that uvicorn has taken over, and the paths of stored
-responses always. Slower than `http_client.py`, but it leans on nothing but the ASGI specification.
+Serves inference requests when `[server] http = "asgi"`, on connections that uvicorn has taken over, and the paths of
+stored responses always. Slower than `http_client.py`, but it leans on nothing but the ASGI specification.
 """
 
 from __future__ import annotations

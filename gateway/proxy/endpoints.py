@@ -1,7 +1,7 @@
 """The paths that are served, as one table. What is not in it is answered 404 and never reaches a replica.
 
-Keys are the exact bytes of the request target before `?`: the string that is looked up is the string that is forwarded, so
-no encoding trick (`/v1%2fmodels`, `//v1/...`) can make the two differ.
+Keys are the exact bytes of the request target before `?`: the string that is looked up is the string that is
+forwarded, so no encoding trick (`/v1%2fmodels`, `//v1/...`) can make the two differ.
 """
 
 from __future__ import annotations

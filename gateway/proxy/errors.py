@@ -2,8 +2,8 @@
 
 Errors are sorted by blame. The client's own (`BadBody`, `BodyTooLarge`, `UnknownModel`) are 4xx; a replica's
 (`UpstreamError` and its children) are 502 or 504; the fleet's (`NoReplica`, `OwnerGone`) are 503 with `Retry-After`.
-The object carries OpenAI's four fields and, for `/v1/messages`, is wrapped as Anthropic clients expect it; that form is a
-superset, so every client can read every error.
+The object carries OpenAI's four fields and, for `/v1/messages`, is wrapped as Anthropic clients expect it; that form
+is a superset, so every client can read every error.
 """
 
 from __future__ import annotations
@@ -98,7 +98,12 @@ BLAME: dict[type[Exception], Blame] = {
 KNOWN: tuple[type[Exception], ...] = (*BLAME, RoutingError, UpstreamError)
 
 # What Anthropic's SDK expects in `error.type`, by status.
-ANTHROPIC_TYPE = {400: "invalid_request_error", 404: "not_found_error", 413: "request_too_large", 429: "rate_limit_error"}
+ANTHROPIC_TYPE = {
+    400: "invalid_request_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+}
 
 
 @dataclass(frozen=True, slots=True)

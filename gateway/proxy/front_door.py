@@ -2,10 +2,10 @@
 
     read the body -> wait at the gate -> decide -> start -> send upstream -> relay -> finish, record
 
-Facts about replicas come in from the side (`feeds`), never through here. A second attempt happens only while nothing has
-reached the client: on another replica when the first could not be connected, or, for stateless requests and once, when its
-connection was lost before it answered; on the same replica when a *reused* connection turned out to be dead, which says
-nothing about the replica. A client that leaves cancels its task, in whatever phase it is.
+Facts about replicas come in from the side (`feeds`), never through here. A second attempt happens only while nothing
+has reached the client: on another replica when the first could not be connected, or, for stateless requests and once,
+when its connection was lost before it answered; on the same replica when a *reused* connection turned out to be dead,
+which says nothing about the replica. A client that leaves cancels its task, in whatever phase it is.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from gateway import prompt
 from gateway.config import Server as ServerConfig
 from gateway.config import Upstream as UpstreamConfig
-from gateway.core.model import Decision, NoReplica, Outcome, ReplicaId, RouteRequest, RoutingError, Usage
 from gateway.core.flight import Flight
+from gateway.core.model import Decision, NoReplica, Outcome, ReplicaId, RouteRequest, RoutingError, Usage
 from gateway.core.router import Router
 from gateway.prompt import Shape
 from gateway.proxy.endpoints import Endpoint

@@ -1,7 +1,7 @@
 """Where a request waits until the core lets it in.
 
-The core's `admit` and `release` decide; the gate only keeps one future for each waiting ticket and one timer. It adds nothing
-to a request that is admitted at once.
+The core's `admit` and `release` decide; the gate only keeps one future for each waiting ticket and one timer. It adds
+nothing to a request that is admitted at once.
 """
 
 from __future__ import annotations

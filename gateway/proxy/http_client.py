@@ -1,14 +1,14 @@
 """Client connections, the fast way: inference requests are served straight from the socket's callbacks.
 
-uvicorn makes one `ClientConnection` for each accepted connection (its `http` setting takes a class). A request whose method
-and path are in `ENDPOINTS` is read here and answered through `FrontDoor.serve`, one task a request and none a piece of
-the answer. The first request for anything else (health, metrics, docs, stored responses) hands the connection over to
-uvicorn's own protocol for good, with the bytes received so far; later inference requests on it take the plain ASGI way
-(`asgi_client.py`), which answers the same. What this leans on: uvicorn's protocol constructor, `server_state.connections`
-and `.tasks`, and a `shutdown()` method; a test holds them.
+uvicorn makes one `ClientConnection` for each accepted connection (its `http` setting takes a class). A request whose
+method and path are in `ENDPOINTS` is read here and answered through `FrontDoor.serve`, one task a request and none a
+piece of the answer. The first request for anything else (health, metrics, docs, stored responses) hands the
+connection over to uvicorn's own protocol for good, with the bytes received so far; later inference requests on it
+take the plain ASGI way (`asgi_client.py`), which answers the same. What this leans on: uvicorn's protocol
+constructor, `server_state.connections` and `.tasks`, and a `shutdown()` method; a test holds them.
 
-State of a connection: reading a request -> answering (pipelined requests queue behind) -> idle -> ... -> closed. Deadlines
-are fields that one sweep checks.
+State of a connection: reading a request -> answering (pipelined requests queue behind) -> idle -> ... -> closed.
+Deadlines are fields that one sweep checks.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ MAX_HEAD_BYTES = 64 * 1024
 MAX_PIPELINED = 16
 """Requests read ahead of the one being answered; reading pauses above this."""
 LINGER_SECONDS = 2.0
-"""After a refusal that leaves the body unread the socket drains this long, else the client may lose the answer to a reset."""
+"""After a refusal that leaves the body unread the socket drains this long, lest a reset cost the client the answer."""
 SWEEP_SECONDS = 1.0
 
 STATUS_LINES: dict[int, bytes] = {}
@@ -288,7 +288,7 @@ class ClientConnection(asyncio.Protocol):
         self._refuse(refusal.body, refusal.status)
 
     def _refuse(self, body: bytes, status: int) -> None:
-        """Answer without reading the rest, then close. Behind an answer under way there is nothing to say: just close."""
+        """Answer without reading the rest, then close. Behind an answer under way there is nothing to say: close."""
         self._refused = True
         if self._task is not None:
             self._keep_alive = False
@@ -304,8 +304,8 @@ class ClientConnection(asyncio.Protocol):
         self.deadline = self._loop.time() + LINGER_SECONDS
 
     def _refuse_upgrade(self, rest: bytes) -> None:
-        """A client offers another protocol (Java's offers h2c on every request). llhttp stops after such a head and would
-        take the body for that protocol: read the request again without the offer, which is how HTTP says no."""
+        """A client offers another protocol (Java's offers h2c on every request). llhttp stops after such a head and
+        would take the body for that protocol: read the request again without the offer, which is how HTTP says no."""
         if self._hand_over or self._refused:
             return
         lines = [b"POST ", self._target, b" HTTP/1.1\r\n"]

@@ -1,9 +1,9 @@
 """One answer on its way from a replica to a client: bytes through unchanged, and what they tell on the way.
 
-The relay is the sink of an upstream `Connection`. Whatever arrives is written to the client at once; on the side it notices
-the first token (in a stream of events), the usage at the end, an error event inside a 200, and the id of a stored response.
-It keeps the last two pieces for that, never the whole answer. `finished` resolves once: to `True` when the answer is complete,
-to `False` when another attempt may be made because nothing has reached the client yet.
+The relay is the sink of an upstream `Connection`. Whatever arrives is written to the client at once; on the side it
+notices the first token (in a stream of events), the usage at the end, an error event inside a 200, and the id of a
+stored response. It keeps the last two pieces for that, never the whole answer. `finished` resolves once: to `True`
+when the answer is complete, to `False` when another attempt may be made because nothing has reached the client yet.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from gateway.core.model import Outcome, Usage
 from gateway.core.flight import Flight
+from gateway.core.model import Outcome, Usage
 from gateway.proxy.errors import UpstreamError, error_event
 from gateway.proxy.upstream import Connection, Header
 
@@ -137,7 +137,7 @@ class Relay:
             self._resolve(True)
 
     def failed(self, error: UpstreamError) -> None:
-        """The replica will send no more. Before the head that is a case for another attempt, afterwards for the client."""
+        """The replica will send no more. Before the head another attempt may follow, then the client must know."""
         self.error = error
         if self.status == 0:
             self._resolve(False)
@@ -170,12 +170,10 @@ class Relay:
     def usage(self) -> Usage | None:
         """Token counts from the end of the answer, or from its beginning (Anthropic's `message_start`)."""
         tail = self._tail()
-        at = None
-        for at in USAGE.finditer(tail):  # the last one counts
-            pass
-        if at is None:
+        found = list(USAGE.finditer(tail))
+        if not found:
             return None
-        counts = tail[at.end() :]
+        counts = tail[found[-1].end() :]
         prompt, cached = PROMPT_TOKENS.search(counts), CACHED_TOKENS.search(counts)
         if prompt is None and self._head:
             prompt, cached = PROMPT_TOKENS.search(self._head), CACHED_TOKENS.search(self._head)
@@ -207,4 +205,3 @@ class Relay:
 
 def number(match: re.Match[bytes] | None) -> int | None:
     return int(match[1]) if match else None
-

@@ -1,12 +1,13 @@
 """Connections to one replica: a keep-alive pool, and one request at a time on each connection.
 
-A `Connection` is an `asyncio.Protocol` on llhttp (httptools). It hands each piece of the answer to its `Sink` in the loop
-iteration in which it arrived: no task and no queue stand between the two sockets. Its life:
+A `Connection` is an `asyncio.Protocol` on llhttp (httptools). It hands each piece of the answer to its `Sink` in the
+loop iteration in which it arrived: no task and no queue stand between the two sockets. Its life:
 
     connect -> idle -> busy (send .. last byte) -> idle ... -> closed
 
-A connection never carries two requests, and is closed rather than reused when anything about the last one was odd. Deadlines
-are checked by one periodic sweep (`expire`), not by a timer for each request; they are exact to the sweep's period.
+A connection never carries two requests, and is closed rather than reused when anything about the last one was odd.
+Deadlines are checked by one periodic sweep (`expire`), not by a timer for each request; they are exact to the sweep's
+period.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ MAX_HEAD_BYTES = 64 * 1024
 
 
 class Sink(Protocol):
-    """Who takes the answer. Calls come in this order: head, piece..., with `last` exactly once, or failed at any time."""
+    """Who takes the answer. The order of calls: head, pieces, the last of them with `last`; or `failed` at any time."""
 
     def head(self, status: int, headers: Sequence[Header]) -> None: ...
     def piece(self, data: bytes, last: bool) -> None: ...

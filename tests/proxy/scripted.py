@@ -1,7 +1,7 @@
 """A replica that follows a script, byte by byte, and records what reached it.
 
-Probes, model lists and scrapes are answered by themselves and not recorded; every other request goes to `script`, an async
-function that gets the `Exchange` and writes whatever raw bytes it wants.
+Probes, model lists and scrapes are answered by themselves and not recorded; every other request goes to `script`, an
+async function that gets the `Exchange` and writes whatever raw bytes it wants.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ class ScriptedReplica:
     @contextlib.asynccontextmanager
     async def running(self, port: int = 0) -> AsyncIterator[ScriptedReplica]:
         self._server = await asyncio.start_server(self._accepted, "127.0.0.1", port, limit=2**20)
-        self.url = "http://127.0.0.1:%d" % self._server.sockets[0].getsockname()[1]
+        self.url = f"http://127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
         try:
             yield self
         finally:

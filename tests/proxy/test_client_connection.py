@@ -71,7 +71,7 @@ async def test_a_head_may_arrive_byte_by_byte(mode: str) -> None:
 
 
 async def test_an_offered_upgrade_is_ignored() -> None:
-    """Java's HTTP client offers h2c on every plain request. (uvicorn's own protocol loses the body of such a request.)"""
+    """Java's HTTP client offers h2c on every plain request. (uvicorn itself loses such a request's body.)"""
     upgrade = b"connection: Upgrade, HTTP2-Settings\r\nupgrade: h2c\r\nhttp2-settings: AAEAAEAAAAIAAAAA\r\n"
     async with ScriptedReplica().running() as replica, running_gateway(replica) as gateway:
         reader, writer = await gateway.connect()

@@ -9,12 +9,16 @@ import struct
 import httpx
 import openai
 import pytest
+from openai.types.chat import ChatCompletionChunk
 
 from tests.proxy.conftest import RunningGateway, eventually, running_gateway
 from tests.proxy.scripted import ANSWER, Exchange, ScriptedReplica
 from tests.proxy.test_front_door import ODD_BODY, post, raw_request
 
-EVENT = b'data: {"id":"c","object":"chat.completion.chunk","created":1,"model":"m","choices":[{"index":0,"delta":{"content":"a"},"finish_reason":null}]}\n\n'
+EVENT = (
+    b'data: {"id":"c","object":"chat.completion.chunk","created":1,"model":"m",'
+    b'"choices":[{"index":0,"delta":{"content":"a"},"finish_reason":null}]}\n\n'
+)
 
 
 async def answer_after_going(exchange: Exchange) -> None:
@@ -114,6 +118,11 @@ async def broken_stream(exchange: Exchange, how: str) -> None:
         await exchange.wait_closed(10)
 
 
+async def read_contents(stream: openai.AsyncStream[ChatCompletionChunk], into: list[str | None]) -> None:
+    async for chunk in stream:
+        into.append(chunk.choices[0].delta.content)  # noqa: PERF401 - what came before the error counts
+
+
 @pytest.mark.parametrize("how", ["reset", "end", "stall"])
 async def test_a_stream_that_breaks_raises_in_the_sdk(mode: str, how: str) -> None:
     async def script(exchange: Exchange) -> None:
@@ -126,10 +135,9 @@ async def test_a_stream_that_breaks_raises_in_the_sdk(mode: str, how: str) -> No
             stream = await client.chat.completions.create(
                 model="m", messages=[{"role": "user", "content": "x"}], stream=True
             )
-            received = []
+            received: list[str | None] = []
             with pytest.raises(openai.APIError):
-                async for chunk in stream:
-                    received.append(chunk.choices[0].delta.content)
+                await read_contents(stream, received)
             assert received == ["a", "a", "a"]
             await client.close()
             assert len(replica.exchanges) == 1
@@ -226,7 +234,11 @@ async def test_a_client_that_leaves_stops_the_replica(mode: str, stream: bool, p
 
 
 async def nothing_in_flight(gateway: RunningGateway) -> bool:
-    lines = [line for line in (await gateway.metrics()).splitlines() if line.startswith("warmlane_replica_in_flight_requests{")]
+    lines = [
+        line
+        for line in (await gateway.metrics()).splitlines()
+        if line.startswith("warmlane_replica_in_flight_requests{")
+    ]
     return bool(lines) and all(line.endswith(" 0.0") for line in lines)
 
 
@@ -341,7 +353,8 @@ async def test_full_house_sheds_with_retry_after(mode: str) -> None:
 
 async def waiting(gateway: RunningGateway) -> bool:
     return any(
-        line.startswith("warmlane_waiting_requests") and line.endswith(" 1.0") for line in (await gateway.metrics()).splitlines()
+        line.startswith("warmlane_waiting_requests") and line.endswith(" 1.0")
+        for line in (await gateway.metrics()).splitlines()
     )
 
 

@@ -33,8 +33,16 @@ async def raw_request(gateway, request: bytes) -> bytes:  # type: ignore[no-unty
 def post(body: bytes, *, path: str = "/v1/chat/completions", headers: bytes = b"", close: bool = True) -> bytes:
     connection = b"connection: close\r\n" if close else b""
     return (
-        b"POST " + path.encode() + b" HTTP/1.1\r\nhost: g\r\ncontent-type: application/json\r\n" + connection + headers
-    ) + b"content-length: %d\r\n\r\n" % len(body) + body
+        (
+            b"POST "
+            + path.encode()
+            + b" HTTP/1.1\r\nhost: g\r\ncontent-type: application/json\r\n"
+            + connection
+            + headers
+        )
+        + b"content-length: %d\r\n\r\n" % len(body)
+        + body
+    )
 
 
 async def test_body_reaches_the_replica_byte_for_byte(mode: str) -> None:
@@ -135,11 +143,16 @@ async def test_each_event_is_forwarded_as_it_arrives(mode: str) -> None:
 
 
 STREAM = (
-    ": comment\r\n\r\n"
-    'data: {"choices":[{"delta":{"content":"日本語 \U0001f600"}}]}\n\n'
-    "event: ping\ndata: {}\n\n"
-    'data: {"choices":[],"usage":{"prompt_tokens":5,"completion_tokens":1}}\n\ndata: [DONE]\n\n'
-).encode() + b"data: " + b"x" * 400_000 + b"\n\n"
+    (
+        ": comment\r\n\r\n"
+        'data: {"choices":[{"delta":{"content":"日本語 \U0001f600"}}]}\n\n'
+        "event: ping\ndata: {}\n\n"
+        'data: {"choices":[],"usage":{"prompt_tokens":5,"completion_tokens":1}}\n\ndata: [DONE]\n\n'
+    ).encode()
+    + b"data: "
+    + b"x" * 400_000
+    + b"\n\n"
+)
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -163,7 +176,8 @@ async def test_streams_pass_unchanged_however_they_are_cut(mode: str, seed: int)
 
 
 async def test_split_across_tcp_segments_anywhere(mode: str) -> None:
-    raw = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n5\r\nhello\r\n0\r\n\r\n"
+    head = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
+    raw = head + b"5\r\nhello\r\n0\r\n\r\n"
 
     async def script(exchange: Exchange) -> None:
         for byte in raw:
@@ -284,8 +298,17 @@ async def test_json_of_another_shape_is_for_the_replica_to_judge(mode: str, body
 
 @pytest.mark.parametrize(
     "path",
-    ["//v1/chat/completions", "/V1/chat/completions", "/%76%31/chat/completions", "/v1/chat/completions/"]
-    + ["/invocations", "/inference/v1/generate", "/v1/%2e%2e/metrics", "/v1%2Fchat%2Fcompletions", "/reset_prefix_cache"],
+    [
+        "//v1/chat/completions",
+        "/V1/chat/completions",
+        "/%76%31/chat/completions",
+        "/v1/chat/completions/",
+        "/invocations",
+        "/inference/v1/generate",
+        "/v1/%2e%2e/metrics",
+        "/v1%2Fchat%2Fcompletions",
+        "/reset_prefix_cache",
+    ],
 )
 async def test_paths_outside_the_table_reach_no_replica(mode: str, path: str) -> None:
     async with ScriptedReplica().running() as replica, running_gateway(replica, mode=mode) as gateway:
@@ -327,7 +350,9 @@ async def models_listed(client: httpx.AsyncClient) -> bool:
 async def test_stored_responses_go_to_their_owner() -> None:
     async def script(exchange: Exchange) -> None:
         if exchange.request_line.startswith(b"POST /v1/responses HTTP"):
-            await exchange.answer(b'{"id":"resp_%d","object":"response"}' % exchange.writer.get_extra_info("sockname")[1])
+            await exchange.answer(
+                b'{"id":"resp_%d","object":"response"}' % exchange.writer.get_extra_info("sockname")[1]
+            )
         else:
             await exchange.answer(b'{"object":"response"}')
 
