@@ -161,7 +161,7 @@ class ScriptedReplica:
                 await watcher
 
     async def _watch(self, exchange: Exchange) -> None:
-        while not exchange.reader.at_eof() and exchange.reader.exception() is None:
+        while not exchange.reader.at_eof() and exchange.reader.exception() is None:  # noqa: ASYNC110 - has no event
             await asyncio.sleep(0.005)
         exchange.closed.set()
 
