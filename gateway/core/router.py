@@ -242,7 +242,9 @@ class Router:
         if candidates is None:
             accepting = filters.accepting(filters.serving(list(self._replicas.values()), model))
             candidates = filters.available(accepting, now)
-            if all(r.health.state is HealthState.UP and (model is None or r.serves(model)) for r in accepting):
+            if accepting and all(
+                r.health.state is HealthState.UP and (model is None or r.serves(model)) for r in accepting
+            ):
                 self._all_up[model] = candidates
         if exclude:
             tried = candidates
@@ -271,9 +273,9 @@ class Router:
         for replica in candidates:
             load, index = replica.load, replica.index
             matched = match_length(index.held, blocks)
-            loss = 0.0
-            if reads_cache and index.tail_at is not None:
-                loss = index.eviction_loss(len(blocks) - matched, now, tau) * block_tokens
+            loss, missing = 0.0, len(blocks) - matched
+            if reads_cache and len(index.held) + missing > index.capacity:
+                loss = index.eviction_loss(missing, now, tau) * block_tokens
             rate = replica.rate.value
             foreign, kv_usage = load.scraped(now)
             if foreign is None:

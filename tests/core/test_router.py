@@ -570,6 +570,11 @@ class TestModels:
         fleet = Fleet(2)
         for i in range(1_000):
             fleet.decide(RouteRequest(model=f"made-up-{i}"))
+        for replica in fleet.replicas:
+            fleet.router.observe(DrainRequested(replica), 0.0)
+        for i in range(1_000):
+            with pytest.raises(NoReplica):
+                fleet.decide(RouteRequest(model=f"made-up-{i}"))
         assert len(fleet.router._all_up) <= 1
 
     def test_the_merged_list_is_stable_and_promises_the_least(self) -> None:
