@@ -10,7 +10,8 @@ hold:
 3. Evicting from the tail of the oldest record keeps 1 true: what came after the evicted block is older or gone.
 
 Touching a prompt costs two C-speed dict updates instead of a walk through a linked list, and the tail of the LRU can be
-judged record by record (`eviction_loss`) instead of block by block. `copies` counts replicas for each block.
+judged record by record (`eviction_loss`) instead of block by block. Blocks that several replicas hold are counted; most
+are held by one, and cost nothing extra.
 
 What may be wrong: blocks are *predicted*, entered when a request is sent. The engine may have evicted them already or
 may never have stored them. Capacity comes from the engine, a failed request takes its blocks back, a restart clears the
@@ -26,9 +27,9 @@ from math import exp, exp2
 
 from gateway.core.model import BlockHash, ReplicaId
 
-BLOCK_BYTES = 280
-"""Memory of one held block: two dict entries, the hash, references; 170 to 280 as the dicts grow. Measured with
-tracemalloc (tests/core/test_prefix_index.py)."""
+BLOCK_BYTES = 240
+"""Memory of one held block: a dict entry, its hash, references, and where several replicas hold it a share of its
+count: 100 to 240 as the dicts grow. Measured with tracemalloc (tests/core/test_prefix_index.py)."""
 RECORD_BYTES = 400
 """Memory of one record without its blocks, its place in the LRU included. Measured likewise."""
 TAIL_RECORDS = 6
@@ -147,7 +148,7 @@ class ReplicaIndex:
         self.held.update(dict.fromkeys(blocks, record))
         self.records[record.serial] = record
         if matched < len(blocks):
-            self._index.copies.update(blocks[matched:] if matched else blocks)
+            self._index.copied(self, blocks, matched)
         self._shrink()
         return matched, record
 
@@ -198,14 +199,14 @@ class ReplicaIndex:
         excess = len(self.held) + blocks - self.capacity
         if excess <= 0:
             return 0.0
-        copies = self._index.copies
+        extra = self._index.extra_copies
         seen, loss = 0, 0.0  # in blocks
         for record in islice(self.records.values(), TAIL_RECORDS):
             count = record.end - record.begin
             if seen + count > excess:
                 count = excess - seen
             last = record.blocks[record.end - 1 - record.offset]
-            loss += count * exp((record.touched_at - now) / tau) / copies[last]
+            loss += count * exp((record.touched_at - now) / tau) / (1 + extra.get(last, 0))
             seen += count
             if seen >= excess:
                 return loss
@@ -251,7 +252,8 @@ class PrefixIndex:
 
     def __init__(self, memory_bytes: int) -> None:
         self.memory_bytes_limit = memory_bytes
-        self.copies: Counter[BlockHash] = Counter()
+        self.extra_copies: Counter[BlockHash] = Counter()
+        """Copies beyond the first, of blocks that have any. Small, so that it never costs a pause to grow it."""
         self._replicas: dict[ReplicaId, ReplicaIndex] = {}
         self._branches: OrderedDict[BlockHash, BranchPoint] = OrderedDict()
         self._serial = 0
@@ -295,8 +297,8 @@ class PrefixIndex:
             replica.limit_memory(share)
 
     def match_anywhere(self, blocks: Sequence[BlockHash]) -> int:
-        """Blocks of the prompt's leading run held by at least one replica."""
-        return match_length(self.copies, blocks)
+        """Blocks of the prompt's leading run held by the replica that holds most."""
+        return max([replica.match(blocks) for replica in self._replicas.values()], default=0)
 
     def tau(self, now: float) -> float:
         """Residence time of a block in the fleet: mean age of the tails of full replicas."""
@@ -305,13 +307,11 @@ class PrefixIndex:
         return max(MINIMUM_TAU_SECONDS, now - self._tail_sum / self._tails)
 
     def hot_depth(self, blocks: Sequence[BlockHash], branches: int, now: float) -> int:
-        """Leading blocks of the prompt that at least `branches` different prompts share."""
+        """Leading blocks of the prompt that at least `branches` different prompts share. All of `blocks` is searched:
+        give what somebody holds."""
         points = self._branches
-        if not points:
-            return 0
-        shared = islice(blocks, self.match_anywhere(blocks))
         hot = 0
-        for block in filter(points.__contains__, shared):
+        for block in filter(points.__contains__, blocks):
             if points[block].count_at(now) >= branches:
                 hot = points[block].depth
         return hot
@@ -337,17 +337,28 @@ class PrefixIndex:
         self._serial += 1
         return Record(self._serial, now, blocks, len(blocks))
 
+    def copied(self, replica: ReplicaIndex, blocks: Sequence[BlockHash], matched: int) -> None:
+        """`replica` gets the blocks from `matched` on. Count a copy for those that another one holds already."""
+        first, reach = blocks[matched], matched
+        for other in self._replicas.values():
+            if first in other.held and other is not replica:
+                reach = max(reach, other.match(blocks))
+        if reach > matched:
+            self.extra_copies.update(blocks[matched:reach])
+
     def forget(self, blocks: Iterable[BlockHash]) -> None:
         """One copy less of each; what nobody holds any more is no branch point either."""
-        copies, points = self.copies, self._branches
+        extra, points = self.extra_copies, self._branches
+        if not extra and not points:
+            return
         for block in blocks:
-            count = copies[block]
-            if count > 1:
-                copies[block] = count - 1
-            else:
-                del copies[block]
-                if block in points:
-                    del points[block]
+            if block in extra:
+                if extra[block] > 1:
+                    extra[block] -= 1
+                else:
+                    del extra[block]
+            elif block in points:
+                del points[block]
 
     def tail_moved(self, before: float | None, after: float | None) -> None:
         if before is not None:

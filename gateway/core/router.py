@@ -263,16 +263,17 @@ class Router:
         ratio = self._bytes_per_token.of(request.model, request.space)
         block_tokens = self._settings.block_bytes / ratio
         prompt_tokens = request.length / ratio
+        matches = [match_length(replica.index.held, blocks) for replica in candidates]
         hot, tau = 0, 0.0
-        if reads_cache and blocks:
-            hot = self._index.hot_depth(blocks, HOT_BRANCHES_PER_REPLICA * len(self._replicas), now)
+        if reads_cache and (longest := max(matches)):
+            hot = self._index.hot_depth(blocks[:longest], HOT_BRANCHES_PER_REPLICA * len(self._replicas), now)
+        if reads_cache:
             tau = self._index.tau(now)
         views: list[ReplicaView] = []
         foreign_total = 0.0
         silent: list[int] = []
-        for replica in candidates:
+        for replica, matched in zip(candidates, matches, strict=True):
             load, index = replica.load, replica.index
-            matched = match_length(index.held, blocks)
             loss, missing = 0.0, len(blocks) - matched
             if reads_cache and len(index.held) + missing > index.capacity:
                 loss = index.eviction_loss(missing, now, tau) * block_tokens
