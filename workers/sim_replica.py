@@ -131,6 +131,9 @@ def _routes(settings: ReplicaSettings, service: EngineService) -> dict[str, Mapp
             "/sleep": {"POST": control.sleep},
             "/wake_up": {"POST": control.wake_up},
             "/is_sleeping": {"GET": control.is_sleeping},
+            "/pause": {"POST": control.pause},
+            "/resume": {"POST": control.resume},
+            "/is_paused": {"GET": control.is_paused},
             "/reset_prefix_cache": {"POST": control.reset_prefix_cache},
         }
     return routes
@@ -193,6 +196,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--decode-rate", type=float, default=engine.decode_rate, help="tokens per second of one request alone")
     add("--decode-slowdown", type=float, default=engine.decode_slowdown, help="by each further decoding request")
     add("--step-tokens", type=int, default=engine.step_tokens, help="steps shared by prefill and decode")
+    add("--first-token-floor", type=float, default=engine.first_token_floor_seconds, help="seconds, whatever is cached")
     add("--max-num-seqs", type=int, default=engine.max_num_seqs)
     add("--max-num-queued-reqs", type=int, default=None, help="more waiting requests get 503")
     add("--max-model-len", type=int, default=None)
@@ -217,6 +221,7 @@ def main(arguments: list[str] | None = None) -> None:
                 decode_rate=options.decode_rate,
                 decode_slowdown=options.decode_slowdown,
                 step_tokens=options.step_tokens,
+                first_token_floor_seconds=options.first_token_floor,
                 max_num_seqs=options.max_num_seqs,
             ),
             max_model_len=options.max_model_len,

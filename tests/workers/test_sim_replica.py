@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import signal
 import subprocess
@@ -389,6 +390,59 @@ def test_strange_bodies_never_break_it(url: str, body: bytes) -> None:
         answer = httpx.post(url + path, content=body, headers=headers, trust_env=False)
         assert answer.status_code in (200, 400), (path, answer.text)
     assert httpx.get(f"{url}/health", trust_env=False).status_code == 200
+
+
+TURN_PARTS = [{"type": "text", "text": "hi"}]
+SCHEMA = {"type": "object", "properties": {"a": {"type": "string"}}, "required": ["a"]}
+FULL_BODIES: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": {
+        "messages": [
+            {"role": "user", "content": TURN_PARTS},
+            {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": "{}"}}]},
+        ],
+        "tools": [{"type": "function", "function": {"name": "f", "parameters": SCHEMA}}],
+        "tool_choice": {"type": "function", "function": {"name": "f"}},
+        "stop": ["x"],
+        "max_tokens": 3,
+    },
+    "/v1/completions": {"prompt": ["a", [1, 2]], "max_tokens": 3, "n": 1, "logprobs": 1},
+    "/v1/messages": {
+        "model": "m",
+        "max_tokens": 3,
+        "system": TURN_PARTS,
+        "messages": [{"role": "user", "content": [{"type": "tool_result", "tool_use_id": "x", "content": TURN_PARTS}]}],
+        "tools": [{"name": "f", "input_schema": SCHEMA}],
+        "tool_choice": {"type": "tool", "name": "f"},
+    },
+    "/v1/responses": {
+        "input": [{"role": "user", "content": [{"type": "input_text", "text": "hi"}]}],
+        "tools": [{"type": "function", "name": "f", "parameters": SCHEMA}],
+        "text": {"format": {"type": "json_schema", "schema": SCHEMA}},
+        "max_output_tokens": 3,
+    },
+    "/v1/rerank": {"query": "a", "documents": ["b", {"text": "c"}], "top_n": 1},
+}
+WRONG_VALUES: list[Any] = [None, -1, 1.5, "x", [], [1], {}, {"a": 1}, [[]], [None], True, 10**30]
+
+
+def places(value: Any, place: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Paths to everything inside a JSON value."""
+    children = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, child in children:
+        yield (*place, key)
+        yield from places(child, (*place, key))
+
+
+@pytest.mark.parametrize("path", FULL_BODIES)
+def test_a_wrong_value_anywhere_is_the_fault_of_the_client(url: str, path: str) -> None:
+    with httpx.Client(base_url=url, timeout=PATIENCE_SECONDS, trust_env=False) as client:
+        for place in places(FULL_BODIES[path]):
+            for wrong in WRONG_VALUES:
+                body = json.loads(json.dumps(FULL_BODIES[path]))
+                parent = functools.reduce(lambda part, key: part[key], place[:-1], body)
+                parent[place[-1]] = wrong
+                answer = client.post(path, json=body)
+                assert answer.status_code in (200, 400, 404), (body, answer.text)
 
 
 # ---- the process -----------------------------------------------------------------------------------------------------

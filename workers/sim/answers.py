@@ -16,6 +16,7 @@ from typing import Any
 import msgspec
 
 from workers.sim import templates, tokenizer
+from workers.sim.errors import ApiError
 
 VOCABULARY = """
 a the one each some many first next last long short old new warm cold quick slow good clear plain small large
@@ -27,6 +28,8 @@ from with into over under after of to in on at by for it they we you this that t
 WORDS = tuple(word for word in VOCABULARY.split() if len(word) <= 5)
 """Every word is one token with its leading space."""
 SENTENCE_WORDS = 11
+MAX_ITEMS = 100
+"""More than this many items of an array are not made, whatever a schema asks for."""
 FEWEST_SENTENCES, MOST_SENTENCES = 2, 13
 """Answers to open questions end by themselves: a chat turn of 24 to 156 tokens, short enough to keep tests quick."""
 
@@ -72,8 +75,7 @@ def compose(wish: Wish, seed: int) -> Answer:
     """The answer to a wish; `seed` mixes everything that may change it."""
     if wish.schema is not None:
         opening = tokenizer.split(templates.call_opening(wish.call)) if wish.call else []
-        pieces = tokenizer.split(msgspec.json.encode(example(wish.schema)).decode())
-        return _cut(wish, pieces, opening)
+        return _cut(wish, tokenizer.split(_example_text(wish.schema)), opening)
     random = Random(seed)
     natural = random.randint(FEWEST_SENTENCES, MOST_SENTENCES) * (SENTENCE_WORDS + 1)
     length = wish.max_tokens if wish.ignore_eos else min(wish.max_tokens, max(natural, wish.min_tokens))
@@ -112,6 +114,14 @@ def _cut(wish: Wish, pieces: list[bytes], opening: list[bytes], ended: bool = Tr
     return Answer(tokens[:count], ends, text, "stop", stop)
 
 
+def _example_text(schema: dict[str, Any]) -> str:
+    try:
+        return msgspec.json.encode(example(schema)).decode()
+    except (TypeError, ValueError, AttributeError, LookupError) as error:
+        # Where a schema may be wrong is only known by following it.
+        raise ApiError(400, "The JSON schema of the tool or answer is not valid") from error
+
+
 def example(schema: dict[str, Any], depth: int = 0) -> Any:
     """The plainest value that fits a JSON schema."""
     if "const" in schema:
@@ -130,6 +140,8 @@ def example(schema: dict[str, Any], depth: int = 0) -> Any:
         # A schema may contain itself through optional fields; only the required ones are followed far down.
         return {name: example(properties.get(name) or {}, depth + 1) for name in wanted} if depth < 8 else {}
     if kind == "array":
-        return [example(schema.get("items") or {}, depth + 1)] * max(1, int(schema.get("minItems") or 0))
-    plain: dict[str, Any] = {"integer": schema.get("minimum", 1), "number": schema.get("minimum", 1.5), "boolean": True}
-    return plain.get(kind, None if kind == "null" else "example")
+        items = max(1, min(MAX_ITEMS, int(schema.get("minItems") or 0)))
+        return [example(schema.get("items") or {}, depth + 1)] * items
+    lowest = schema.get("minimum")
+    plain: dict[str, Any] = {"integer": lowest or 1, "number": lowest or 1.5, "boolean": True, "null": None}
+    return plain.get(kind, "example")

@@ -8,7 +8,7 @@ from secrets import token_hex
 from time import time
 from typing import Any
 
-from workers.sim import fields, logprobs, sampling, templates, tokenizer
+from workers.sim import bodies, fields, logprobs, sampling, templates, tokenizer
 from workers.sim.answers import Answer, Wish
 from workers.sim.errors import Fault, InvalidBody, parameter_error
 from workers.sim.exchange import Exchange
@@ -47,11 +47,14 @@ def prepare(generator: Generator, body: dict[str, Any]) -> ChatJob:
     """Check a chat body and render its prompt. Raises ApiError."""
     values = fields.check(body, KINDS, ("messages",))
     _check_messages(values["messages"])
+    bodies.check(body, bodies.Chat)
     tool, named = _forced_tool(values)
     generator.require_model(values.get("model"))
     wanted = sampling.read(values, generator.settings.context_tokens)
     if values.get("logprobs"):
-        wanted = replace(wanted, logprobs=values.get("top_logprobs", 0))
+        wanted = replace(wanted, logprobs=sampling.require_logprobs(values.get("top_logprobs", 0)))
+    elif values.get("top_logprobs"):
+        raise parameter_error("when using `top_logprobs`, `logprobs` must be set to true.", "top_logprobs")
     text = templates.render(values["messages"], values.get("tools"), generator.settings.model)
     prompt = generator.prompt(tokenizer.encode(text), wanted)
     if tool is not None:

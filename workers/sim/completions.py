@@ -36,7 +36,7 @@ def prepare(generator: Generator, body: dict[str, Any]) -> CompletionJob:
     generator.require_model(values.get("model"))
     wanted = sampling.read(values, generator.settings.context_tokens, DEFAULT_MAX_TOKENS)
     if "logprobs" in values:
-        wanted = replace(wanted, logprobs=values["logprobs"])
+        wanted = replace(wanted, logprobs=sampling.require_logprobs(values["logprobs"]))
     prompts = []
     for item in raw:
         exact = not isinstance(item, str)
@@ -85,8 +85,6 @@ def token_ids(ids: list[int]) -> array[int]:
     worst = max(ids, default=0)
     if worst >= tokenizer.VOCABULARY_SIZE:
         raise ApiError(400, f"Token id {worst} is out of vocabulary")
-    if not ids:
-        raise ApiError(400, "The decoder prompt cannot be empty")
     return array("q", ids)
 
 

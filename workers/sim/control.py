@@ -5,7 +5,7 @@ from __future__ import annotations
 from secrets import token_hex
 from time import time
 
-from workers.sim import fields, templates, tokenizer
+from workers.sim import bodies, fields, templates, tokenizer
 from workers.sim.errors import Fault, InvalidBody
 from workers.sim.exchange import Exchange
 from workers.sim.generation import Generator
@@ -77,6 +77,7 @@ class Control:
             names = ("prompt", "messages")
             raise InvalidBody(*(Fault("missing", f"body.{name}", "Field required", body) for name in names))
         values = fields.check(body, TOKENIZE_KINDS)
+        bodies.check(body, bodies.Chat)
         self._generator.require_model(values.get("model"))
         if "messages" in values:
             text = templates.render(values["messages"], values.get("tools"), self._settings.model)
@@ -103,15 +104,26 @@ class Control:
     # ---- developer mode ----------------------------------------------------------------------------------------------
 
     async def sleep(self, exchange: Exchange) -> None:
-        self._service.sleep()
-        await exchange.answer(200, content_type=None)
+        self._service.hold(asleep=True)
+        await exchange.answer_json({"status": "sleeping", "level": 1})
 
     async def wake_up(self, exchange: Exchange) -> None:
-        self._service.wake_up()
-        await exchange.answer(200, content_type=None)
+        self._service.hold(asleep=False)
+        await exchange.answer_json({"status": "awake", "tags": None})
 
     async def is_sleeping(self, exchange: Exchange) -> None:
-        await exchange.answer_json({"is_sleeping": not self._service.awake})
+        await exchange.answer_json({"is_sleeping": self._service.asleep})
+
+    async def pause(self, exchange: Exchange) -> None:
+        self._service.hold(paused=True)
+        await exchange.answer_json({"status": "paused"})
+
+    async def resume(self, exchange: Exchange) -> None:
+        self._service.hold(paused=False)
+        await exchange.answer_json({"status": "resumed"})
+
+    async def is_paused(self, exchange: Exchange) -> None:
+        await exchange.answer_json({"is_paused": self._service.paused})
 
     async def reset_prefix_cache(self, exchange: Exchange) -> None:
         self._service.clear_cache()

@@ -14,7 +14,7 @@ import xxhash
 
 from workers.sim import answers, sampling
 from workers.sim.answers import Answer, Wish
-from workers.sim.errors import prompt_too_long, unknown_model
+from workers.sim.errors import ApiError, prompt_too_long, unknown_model
 from workers.sim.exchange import Exchange
 from workers.sim.sampling import Sampling
 from workers.sim.service import EngineService, Prompt, Run
@@ -36,6 +36,8 @@ class Generator:
 
     def prompt(self, tokens: array[int], wanted: Sampling, exact: bool = False) -> Prompt:
         """Raises ApiError when the context has no room for it and one token more."""
+        if not tokens:
+            raise ApiError(400, "The decoder prompt cannot be empty")
         room = self.settings.context_tokens - len(tokens)
         if room < 0:
             raise prompt_too_long(self.settings.context_tokens, len(tokens), exact)

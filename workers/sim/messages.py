@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from workers.sim import chat, fields
+from workers.sim import bodies, chat, fields
 from workers.sim.answers import Answer
 from workers.sim.chat import ChatJob
 from workers.sim.errors import Fault, InvalidBody
@@ -46,7 +46,7 @@ async def serve(generator: Generator, exchange: Exchange) -> None:
         raise InvalidBody(
             Fault("value_error", "body.max_tokens", f"Value error, {fault}", values["max_tokens"], context)
         )
-    job = chat.prepare(generator, _chat_body(values))
+    job = chat.prepare(generator, _chat_body(body, values))
     identity = {"id": request_id(exchange, "chatcmpl-"), "type": "message", "role": "assistant"}
     size = generator.settings.engine.block_size
     async with generator.run(exchange, (job.prompt,), job.sampling, job.wish) as run:
@@ -69,8 +69,9 @@ async def serve(generator: Generator, exchange: Exchange) -> None:
 
 
 async def count_tokens(generator: Generator, exchange: Exchange) -> None:
-    values = fields.check(await exchange.read_json(), COUNT_KINDS, ("model", "messages"))
-    prompt = chat.prepare(generator, _chat_body(values)).prompt
+    body = await exchange.read_json()
+    values = fields.check(body, COUNT_KINDS, ("model", "messages"))
+    prompt = chat.prepare(generator, _chat_body(body, values)).prompt
     count = len(prompt.tokens)
     await exchange.answer_json({"input_tokens": count, "context_management": {"original_input_tokens": count}})
 
@@ -78,7 +79,9 @@ async def count_tokens(generator: Generator, exchange: Exchange) -> None:
 # ---- a message as a chat ---------------------------------------------------------------------------------------------
 
 
-def _chat_body(values: dict[str, Any]) -> dict[str, Any]:
+def _chat_body(body: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]:
+    _check_turns(values["messages"])
+    bodies.check(body, bodies.Messages)
     body = {name: values[name] for name in PASSED if name in values}
     if "max_tokens" in values:
         body["max_completion_tokens"] = values["max_tokens"]
@@ -106,24 +109,24 @@ def _chat_tool(tool: dict[str, Any]) -> dict[str, Any]:
     return {"type": "function", "function": function}
 
 
+def _check_turns(turns: list[Any]) -> None:
+    for position, turn in enumerate(turns):
+        where = f"body.messages.{position}"
+        if not isinstance(turn, dict):
+            raise InvalidBody(Fault("model_attributes_type", where, "Input should be a valid dictionary", turn))
+        if turn.get("role") not in ROLES:
+            context = {"expected": "'user', 'assistant' or 'system'"}
+            message = f"Input should be {context['expected']}"
+            raise InvalidBody(Fault("literal_error", f"{where}.role", message, turn.get("role"), context))
+        if "content" not in turn:
+            raise InvalidBody(Fault("missing", f"{where}.content", "Field required", turn))
+
+
 def _chat_messages(values: dict[str, Any]) -> list[dict[str, Any]]:
     messages = [{"role": "system", "content": _texts(values["system"])}] if values.get("system") else []
-    for position, message in enumerate(values["messages"]):
-        where = f"body.messages.{position}"
-        if not isinstance(message, dict):
-            raise InvalidBody(Fault("model_attributes_type", where, "Input should be a valid dictionary", message))
-        role, content = message.get("role"), message.get("content")
-        if role not in ROLES:
-            expected = "'user', 'assistant' or 'system'"
-            raise InvalidBody(
-                Fault("literal_error", f"{where}.role", f"Input should be {expected}", role, {"expected": expected})
-            )
-        if isinstance(content, str):
-            messages.append({"role": role, "content": content})
-        elif isinstance(content, list):
-            messages += _chat_turns(role, content)
-        else:
-            raise InvalidBody(Fault("string_type", f"{where}.content", "Input should be a valid string", content))
+    for turn in values["messages"]:
+        role, content = turn["role"], turn["content"]
+        messages += [{"role": role, "content": content}] if isinstance(content, str) else _chat_turns(role, content)
     return messages
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import resource
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from time import time
 
 from workers.sim.exchange import Exchange
@@ -13,7 +13,28 @@ from workers.sim.recorder import FAMILIES, Histogram
 from workers.sim.service import EngineService
 
 CONTENT_TYPE = b"text/plain; version=1.0.0; charset=utf-8"
-Samples = Iterable[tuple[Mapping[str, str], float]]
+GAUGES = {
+    "num_requests_running": "Number of requests in model execution batches.",
+    "num_requests_waiting": "Number of requests waiting to be processed.",
+    "num_requests_waiting_by_reason": "Number of waiting requests by reason.",
+    "engine_sleep_state": "Engine sleep state; awake = 0 means engine is sleeping; awake = 1 means engine is awake.",
+    "kv_cache_usage_perc": "KV-cache usage. 1 means 100 percent usage.",
+}
+COUNTERS = {
+    "prefix_cache_queries": "Prefix cache queries, in terms of number of queried tokens.",
+    "prefix_cache_hits": "Prefix cache hits, in terms of number of cached tokens.",
+    "num_preemptions": "Cumulative number of preemption from the engine.",
+    "prompt_tokens": "Number of prefill tokens processed.",
+    "prompt_tokens_by_source": "Number of prompt tokens by source.",
+    "prompt_tokens_cached": "Number of cached prompt tokens (local + external).",
+    "prompt_tokens_cached_by_source": "Prefix-cache hit tokens by the cache tier that supplied them.",
+    "generation_tokens": "Number of generation tokens processed.",
+    "request_success": "Count of successfully processed requests.",
+    "admission_rejections": "Number of admission attempts rejected by a queue limit, by reason.",
+}
+"""vLLM's families with their help texts; the histograms are the recorder's."""
+
+Samples = list[tuple[Mapping[str, str], float]]
 
 
 class Metrics:
@@ -65,80 +86,40 @@ class Metrics:
             _write(lines, name, kind, text, [(labels, value)])
 
     def _write_gauges(self, lines: list[str]) -> None:
-        statistics, awake = self._service.statistics(), self._service.awake
+        statistics, awake = self._service.statistics(), not self._service.asleep
         states = {"awake": float(awake), "weights_offloaded": float(not awake), "discard_all": 0.0}
-        gauges: tuple[tuple[str, str, Samples], ...] = (
-            ("num_requests_running", "Number of requests in model execution batches.", self._one(statistics.running)),
-            ("num_requests_waiting", "Number of requests waiting to be processed.", self._one(statistics.waiting)),
-            (
-                "num_requests_waiting_by_reason",
-                "Number of waiting requests by reason.",
-                self._by("reason", {"capacity": statistics.waiting, "deferred": 0}),
-            ),
-            (
-                "engine_sleep_state",
-                "Engine sleep state; awake = 0 means engine is sleeping; awake = 1 means engine is awake.",
-                self._by("sleep_state", states),
-            ),
-            ("kv_cache_usage_perc", "KV-cache usage. 1 means 100 percent usage.", self._one(statistics.kv_usage)),
-        )
-        for name, text, samples in gauges:
-            _write(lines, f"vllm:{name}", "gauge", text, samples)
+        gauges = {
+            "num_requests_running": self._one(statistics.running),
+            "num_requests_waiting": self._one(statistics.waiting),
+            "num_requests_waiting_by_reason": self._by("reason", {"capacity": statistics.waiting, "deferred": 0}),
+            "engine_sleep_state": self._by("sleep_state", states),
+            "kv_cache_usage_perc": self._one(statistics.kv_usage),
+        }
+        for name, samples in gauges.items():
+            _write(lines, f"vllm:{name}", "gauge", GAUGES[name], samples)
 
     def _write_counters(self, lines: list[str]) -> None:
-        statistics, recorder = self._service.statistics(), self._service.recorder
-        computed = statistics.prefix_queries - statistics.prefix_hits
-        sources = {
-            "local_compute": computed,
-            "local_cache_hit": statistics.prefix_hits,
-            "external_kv_transfer": 0,
+        statistics, hits = self._service.statistics(), self._service.statistics().prefix_hits
+        computed = statistics.prefix_queries - hits
+        sources = {"local_compute": computed, "local_cache_hit": hits, "external_kv_transfer": 0}
+        tiers = {"device": hits, "host": 0, "p2p": 0, "disk": 0, "external_unspecified": 0}
+        rejected = {"model_name": self._settings.model, "reason": "max_num_queued_reqs"}
+        counters: dict[str, Samples] = {
+            "prefix_cache_queries": self._one(statistics.prefix_queries),
+            "prefix_cache_hits": self._one(hits),
+            "num_preemptions": self._one(statistics.preemptions),
+            "prompt_tokens": self._one(statistics.prompt_tokens),
+            "prompt_tokens_by_source": self._by("source", sources),
+            "prompt_tokens_cached": self._one(hits),
+            "prompt_tokens_cached_by_source": self._by("source", tiers),
+            "generation_tokens": self._one(statistics.generation_tokens),
+            "request_success": self._by("finished_reason", self._service.recorder.finished),
+            "admission_rejections": [(rejected, self._service.rejected)],
         }
-        tiers = {"device": statistics.prefix_hits, "host": 0, "p2p": 0, "disk": 0, "external_unspecified": 0}
-        counters: tuple[tuple[str, str, Samples], ...] = (
-            (
-                "prefix_cache_queries",
-                "Prefix cache queries, in terms of number of queried tokens.",
-                self._one(statistics.prefix_queries),
-            ),
-            (
-                "prefix_cache_hits",
-                "Prefix cache hits, in terms of number of cached tokens.",
-                self._one(statistics.prefix_hits),
-            ),
-            (
-                "num_preemptions",
-                "Cumulative number of preemption from the engine.",
-                self._one(statistics.preemptions),
-            ),
-            ("prompt_tokens", "Number of prefill tokens processed.", self._one(statistics.prompt_tokens)),
-            ("prompt_tokens_by_source", "Number of prompt tokens by source.", self._by("source", sources)),
-            (
-                "prompt_tokens_cached",
-                "Number of cached prompt tokens (local + external).",
-                self._one(statistics.prefix_hits),
-            ),
-            (
-                "prompt_tokens_cached_by_source",
-                "Prefix-cache hit tokens by the cache tier that supplied them.",
-                self._by("source", tiers),
-            ),
-            ("generation_tokens", "Number of generation tokens processed.", self._one(statistics.generation_tokens)),
-            (
-                "request_success",
-                "Count of successfully processed requests.",
-                self._by("finished_reason", recorder.finished),
-            ),
-            (
-                "admission_rejections",
-                "Number of admission attempts rejected by a queue limit, by reason.",
-                [({"model_name": self._settings.model, "reason": "max_num_queued_reqs"}, self._service.rejected)],
-            ),
-        )
-        for name, text, samples in counters:
-            samples = list(samples)
-            _write(lines, f"vllm:{name}_total", "counter", text, samples)
+        for name, samples in counters.items():
+            _write(lines, f"vllm:{name}_total", "counter", COUNTERS[name], samples)
             created = [(labels, self._started_at) for labels, _ in samples]
-            _write(lines, f"vllm:{name}_created", "gauge", text, created)
+            _write(lines, f"vllm:{name}_created", "gauge", COUNTERS[name], created)
 
     def _write_histogram(self, lines: list[str], name: str, text: str, histogram: Histogram) -> None:
         lines += (f"# HELP {name} {text}", f"# TYPE {name} histogram")

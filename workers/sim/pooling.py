@@ -15,7 +15,7 @@ import xxhash
 from workers.sim import fields, tokenizer
 from workers.sim.answers import Wish
 from workers.sim.completions import raw_prompts, token_ids
-from workers.sim.errors import Fault, InvalidBody
+from workers.sim.errors import ApiError, Fault, InvalidBody, parameter_error
 from workers.sim.exchange import Exchange
 from workers.sim.generation import Generator, request_id
 from workers.sim.sampling import Sampling
@@ -43,11 +43,14 @@ async def embed(generator: Generator, exchange: Exchange) -> None:
     if body.get("input") is None:
         raise InvalidBody(Fault("missing", "body.input", "Field required", body))
     generator.require_model(values.get("model"))
+    dimensions = values.get("dimensions", DIMENSIONS)
+    if not 1 <= dimensions <= DIMENSIONS:
+        raise parameter_error(f"dimensions must be in [1, {DIMENSIONS}], got {dimensions}.", "dimensions", dimensions)
     prompts = [
         tokenizer.encode(item) if isinstance(item, str) else token_ids(item) for item in raw_prompts(body["input"])
     ]
     await _prefill(generator, exchange, prompts)
-    vectors = [_vector(tokens, values.get("dimensions", DIMENSIONS), generator.settings.seed) for tokens in prompts]
+    vectors = [_vector(tokens, dimensions, generator.settings.seed) for tokens in prompts]
     if values.get("encoding_format") == "base64":
         shown: list[Any] = [base64.b64encode(struct.pack(f"<{len(vector)}f", *vector)).decode() for vector in vectors]
     else:
@@ -101,6 +104,8 @@ async def rerank(generator: Generator, exchange: Exchange) -> None:
 
 
 async def _prefill(generator: Generator, exchange: Exchange, prompts: list[array[int]]) -> None:
+    if not prompts:
+        raise ApiError(400, "You must pass at least one prompt")
     wanted = Sampling(max_tokens=1)
     checked = [generator.prompt(tokens, wanted) for tokens in prompts]
     async with generator.run(exchange, checked, wanted, Wish(max_tokens=1)) as run:
@@ -142,5 +147,9 @@ def _likeness(query: str, document: str) -> float:
 
 
 def _texts(value: Any) -> list[str]:
-    items = value if isinstance(value, list) else [value]
-    return [item if isinstance(item, str) else str(item.get("text", "")) for item in items]
+    texts = []
+    for item in value if isinstance(value, list) else [value]:
+        if not isinstance(item, str | dict):
+            raise InvalidBody(Fault("string_type", "body.documents", "Input should be a valid string", item))
+        texts.append(item if isinstance(item, str) else str(item.get("text", "")))
+    return texts

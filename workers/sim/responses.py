@@ -15,7 +15,7 @@ from time import time
 from typing import Any
 from urllib.parse import parse_qs
 
-from workers.sim import chat, fields
+from workers.sim import bodies, chat, fields
 from workers.sim.chat import ChatJob
 from workers.sim.errors import ApiError, Fault, InvalidBody, parameter_error
 from workers.sim.exchange import Exchange
@@ -150,9 +150,10 @@ class Responses:
 
     async def retrieve(self, exchange: Exchange) -> None:
         stored = self._find(exchange.path.rsplit("/", 1)[-1])
-        query = parse_qs(exchange.scope["query_string"].decode("latin-1"))
-        if query.get("stream", ["false"])[0].lower() in ("true", "1"):
-            await self._replay(exchange, stored, int(query.get("starting_after", ["-1"])[0]) + 1)
+        query = {name: values[0] for name, values in parse_qs(exchange.scope["query_string"].decode("latin-1")).items()}
+        values = fields.check(query, {"stream": fields.BOOLEAN, "starting_after": fields.INTEGER})
+        if values.get("stream"):
+            await self._replay(exchange, stored, max(0, values.get("starting_after", -1) + 1))
         else:
             await exchange.answer_json(stored.response)
 
@@ -171,6 +172,7 @@ class Responses:
         values = fields.check(body, KINDS, ("input",))
         if not isinstance(values["input"], str | list):
             raise InvalidBody(Fault("string_type", "body.input", "Input should be a valid string", values["input"]))
+        bodies.check(body, bodies.Response)
         if values.get("background") and not values.get("store", True):
             raise parameter_error("background can only be used when `store` is true", "background")
         if values.get("background") and not self._generator.settings.store_responses:

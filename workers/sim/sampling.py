@@ -26,6 +26,8 @@ KINDS: dict[str, fields.Kind] = {
     "cache_salt": fields.STRING,
 }
 """Fields that chat and completions share."""
+MAX_SAMPLES, MAX_LOGPROBS = 16_384, 20
+"""vLLM's defaults."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,16 +58,10 @@ def read(values: dict[str, Any], context_tokens: int, default_max_tokens: int | 
         raise parameter_error("Stream options can only be defined when `stream=True`.", "stream_options")
     if values.get("cache_salt") == "":
         raise parameter_error("Parameter 'cache_salt' must be a non-empty string if provided.", "cache_salt")
-    if values.get("n", 1) < 1:
-        raise ApiError(400, f"n must be at least 1, got {values['n']}.")
     if max_tokens is not None and max_tokens > context_tokens:
         message = f"{limit_name}={max_tokens} cannot be greater than max_model_len={context_tokens}. "
         raise parameter_error(message + "Please request fewer output tokens.", limit_name, max_tokens)
-    if (temperature := values.get("temperature", 1.0)) < 0:
-        raise parameter_error(f"temperature must be non-negative, got {temperature}.", "temperature", temperature)
-    if not 0 < (top_p := values.get("top_p", 1.0)) <= 1:
-        raise parameter_error(f"top_p must be in (0, 1], got {top_p}.", "top_p", top_p)
-    require_tokens(max_tokens)
+    _check_ranges(values, max_tokens)
     options = options or {}
     return Sampling(
         max_tokens=max_tokens,
@@ -83,6 +79,34 @@ def read(values: dict[str, Any], context_tokens: int, default_max_tokens: int | 
     )
 
 
+def _check_ranges(values: dict[str, Any], max_tokens: int | None) -> None:
+    samples, minimum = values.get("n", 1), values.get("min_tokens", 0)
+    if samples < 1:
+        raise ApiError(400, f"n must be at least 1, got {samples}.")
+    if samples > MAX_SAMPLES:
+        hint = "To increase this limit, set the VLLM_MAX_N_SEQUENCES environment variable."
+        raise ApiError(400, f"n must be at most {MAX_SAMPLES}, got {samples}. {hint}")
+    temperature, top_p = values.get("temperature", 1.0), values.get("top_p", 1.0)
+    if temperature < 0:
+        raise parameter_error(f"temperature must be non-negative, got {temperature}.", "temperature", temperature)
+    if temperature > 2:
+        raise parameter_error(f"temperature must be in [0, 2], got {temperature}.", "temperature", temperature)
+    if not 0 < top_p <= 1:
+        raise parameter_error(f"top_p must be in (0, 1], got {top_p}.", "top_p", top_p)
+    require_tokens(max_tokens)
+    if minimum < 0:
+        raise ApiError(400, f"min_tokens must be greater than or equal to 0, got {minimum}.")
+    if max_tokens is not None and minimum > max_tokens:
+        raise ApiError(400, f"min_tokens must be less than or equal to max_tokens={max_tokens}, got {minimum}.")
+
+
 def require_tokens(max_tokens: int | None) -> None:
     if max_tokens is not None and max_tokens < 1:
         raise parameter_error(f"max_tokens must be at least 1, got {max_tokens}.", "max_tokens", max_tokens)
+
+
+def require_logprobs(alternatives: int) -> int:
+    if alternatives > MAX_LOGPROBS:
+        message = f"Requested sample logprobs of {alternatives}, which is greater than max allowed: {MAX_LOGPROBS}"
+        raise parameter_error(message, "logprobs", alternatives)
+    return max(0, alternatives)

@@ -98,8 +98,10 @@ class EngineService:
         self._streaming: set[Run] = set()
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at = 0.0
-        self._awake = asyncio.Event()
-        self._awake.set()
+        self.asleep = False
+        self.paused = False
+        self._open = asyncio.Event()
+        self._open.set()
 
     # ---- prompts -----------------------------------------------------------------------------------------------------
 
@@ -111,7 +113,7 @@ class EngineService:
 
     async def start(self, prompts: Sequence[Prompt], answers: list[Answer], stream: bool) -> Run:
         """Submit a run; `answers` holds the same number of samples for each prompt. A sleeping engine holds it up."""
-        await self._awake.wait()
+        await self._open.wait()
         limit = self.settings.max_num_queued_reqs
         if limit is not None and self.engine.waiting >= limit:
             self.rejected += 1
@@ -146,16 +148,14 @@ class EngineService:
 
     # ---- control -----------------------------------------------------------------------------------------------------
 
-    @property
-    def awake(self) -> bool:
-        return self._awake.is_set()
-
-    def sleep(self) -> None:
-        """New requests hang until `wake_up`, as in a vLLM that sleeps or is paused."""
-        self._awake.clear()
-
-    def wake_up(self) -> None:
-        self._awake.set()
+    def hold(self, *, asleep: bool | None = None, paused: bool | None = None) -> None:
+        """Sleep, pause, or not any more. New requests hang meanwhile, as in vLLM."""
+        self.asleep = self.asleep if asleep is None else asleep
+        self.paused = self.paused if paused is None else paused
+        if self.asleep or self.paused:
+            self._open.clear()
+        else:
+            self._open.set()
 
     def clear_cache(self) -> None:
         self.engine.clear_cache(monotonic())
