@@ -6,24 +6,27 @@ import json
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from workers.sim import answers, tokenizer
 from workers.sim.answers import Wish
 
 
+@settings(deadline=None)
 @given(st.text())
 def test_tokens_turn_back_into_their_text(text: str) -> None:
     assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(0, tokenizer.VOCABULARY_SIZE - 1)))
 def test_every_list_of_ids_has_a_text(ids: list[int]) -> None:
     assert isinstance(tokenizer.decode(ids), str)
     assert [tokenizer.token_ids([tokenizer.token_bytes(token)])[0] for token in ids] == ids
 
 
+@settings(deadline=None)
 @given(st.text(), st.text())
 def test_what_follows_changes_at_most_the_last_tokens(start: str, more: str) -> None:
     """A character never spans two tokens, and a token has six bytes at most: only the last one may grow."""
@@ -46,6 +49,7 @@ def test_blocks_are_chained() -> None:
     assert not set(tokenizer.chain(one, 16, 1)) & set(blocks)
 
 
+@settings(deadline=None)
 @given(st.integers(0, 2**64 - 1), st.integers(1, 300), st.booleans())
 def test_an_answer_is_the_text_of_its_tokens(seed: int, limit: int, ignore_eos: bool) -> None:
     answer = answers.compose(Wish(max_tokens=limit, ignore_eos=ignore_eos), seed)
@@ -60,6 +64,7 @@ def test_an_answer_is_the_text_of_its_tokens(seed: int, limit: int, ignore_eos: 
         assert not ignore_eos
 
 
+@settings(deadline=None)
 @given(st.integers(0, 2**64 - 1), st.text("abcdefg .", min_size=1, max_size=4))
 def test_a_stop_string_cuts_the_answer_where_it_first_occurs(seed: int, stop: str) -> None:
     free = answers.compose(Wish(max_tokens=300), seed)
