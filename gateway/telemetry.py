@@ -258,7 +258,8 @@ class Telemetry(Collector):
             self._models_due = now + MODELS_REFRESH_SECONDS
             for replica in self._router.statistics(now).replicas:
                 for card in replica.models:
-                    if card.id not in (*self._series, OTHER, UNNAMED) and len(self._series) <= MAX_MODELS:
+                    known = card.id in self._series or card.id in (OTHER, UNNAMED)
+                    if not known and len(self._series) <= MAX_MODELS:
                         self._series[card.id] = ModelSeries(card.id)
         return self._series.get(model, self._other)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from typing import Protocol
 
 from xxhash import xxh3_64_intdigest
 
@@ -20,9 +20,12 @@ from gateway.core.model import Cost, ReplicaView, RouteRequest
 class Policy(Protocol):
     """The plug-in point. All of it is pure."""
 
-    name: ClassVar[str]
-    reads_cache: ClassVar[bool]
-    """Whether it reads `eviction_loss` and `hot_missing_tokens`; they are 0 otherwise (they take time to find)."""
+    @property
+    def name(self) -> str: ...
+    @property
+    def reads_cache(self) -> bool:
+        """Whether it reads `eviction_loss` and `hot_missing_tokens`; they are 0 otherwise (they take time to find)."""
+        ...
 
     def costs(self, request: RouteRequest, views: Sequence[ReplicaView], draw: int) -> list[Cost]:
         """One cost for each view, in the same order. `draw` counts requests started: the only source of chance."""
@@ -37,8 +40,8 @@ def single(name: str, value: float) -> Cost:
 class RoundRobin:
     """Whoever got its last request longest ago."""
 
-    name: ClassVar[str] = "round-robin"
-    reads_cache: ClassVar[bool] = False
+    name: str = "round-robin"
+    reads_cache: bool = False
 
     def costs(self, request: RouteRequest, views: Sequence[ReplicaView], draw: int) -> list[Cost]:
         return [single("started", float(view.started)) for view in views]
@@ -48,8 +51,8 @@ class RoundRobin:
 class Random:
     """Anybody. Each request draws anew, so counts differ as chance has it."""
 
-    name: ClassVar[str] = "random"
-    reads_cache: ClassVar[bool] = False
+    name: str = "random"
+    reads_cache: bool = False
 
     def costs(self, request: RouteRequest, views: Sequence[ReplicaView], draw: int) -> list[Cost]:
         return [single("draw", xxh3_64_intdigest(view.replica.encode(), draw) / 2**64) for view in views]
@@ -59,8 +62,8 @@ class Random:
 class LeastRequests:
     """Fewest requests there, ours and others'."""
 
-    name: ClassVar[str] = "least-requests"
-    reads_cache: ClassVar[bool] = False
+    name: str = "least-requests"
+    reads_cache: bool = False
 
     def costs(self, request: RouteRequest, views: Sequence[ReplicaView], draw: int) -> list[Cost]:
         return [single("requests", view.in_flight + view.foreign_requests) for view in views]
@@ -70,8 +73,8 @@ class LeastRequests:
 class LeastWork:
     """Shortest wait for prefill, blind to who holds the prefix: the honest baseline for what the cache adds."""
 
-    name: ClassVar[str] = "least-work"
-    reads_cache: ClassVar[bool] = False
+    name: str = "least-work"
+    reads_cache: bool = False
 
     def costs(self, request: RouteRequest, views: Sequence[ReplicaView], draw: int) -> list[Cost]:
         return [single("queue", scorers.queue_seconds(view)) for view in views]
@@ -81,8 +84,8 @@ class LeastWork:
 class SessionHash:
     """A session stays with its replica (rendezvous hashing), unless that one is crowded; then it goes to its next."""
 
-    name: ClassVar[str] = "session-hash"
-    reads_cache: ClassVar[bool] = False
+    name: str = "session-hash"
+    reads_cache: bool = False
 
     bound: float = 1.25
     """A replica with more than this many times the mean of requests takes no further session: the usual bounded
@@ -116,8 +119,8 @@ class SessionHash:
 class PrefixOnly:
     """Longest match, whatever its queue. Known to send everybody to one replica; ties go to the least work."""
 
-    name: ClassVar[str] = "prefix-only"
-    reads_cache: ClassVar[bool] = False
+    name: str = "prefix-only"
+    reads_cache: bool = False
 
     wait_weight: float = 1e-6
     """Tokens of match that a second of wait is worth: nothing, but enough to break ties."""
@@ -144,8 +147,8 @@ class CacheCost:
     crowd     far more requests than the others: decode suffers there, which no prefill saved makes up for
     """
 
-    name: ClassVar[str] = "cache-cost"
-    reads_cache: ClassVar[bool] = True
+    name: str = "cache-cost"
+    reads_cache: bool = True
 
     a: float = 3.0
     """Weight of own uncached tokens. 1 fills idle replicas, 4 sticks; flat between 2 and 4 in simulation."""

@@ -18,9 +18,9 @@ POLICY_NAMES = (
 @dataclass(frozen=True, slots=True)
 class RoutingSettings:
     policy: str = "cache-cost"
-    block_bytes: int = 512
-    """Key bytes in one prefix block: about 128 tokens of English, so a match is known to within 4 % of a 3,000-token
-    prompt."""
+    block_bytes: int = 1024
+    """Key bytes in one prefix block, about 250 tokens of English: what is lost at the end of a match costs 12 ms of
+    prefill at most, and half the size made each request 20 to 100 us dearer."""
     index_memory_mib: int = 256
     """Cap of the prefix index over all replicas, entries counted at their measured size."""
     default_cache_tokens: int = 400_000

@@ -13,6 +13,7 @@ from typing import Any
 
 from gateway.proxy.endpoints import ENDPOINTS, Endpoint, stored_response
 from gateway.proxy.errors import BodyTooLarge, ErrorAnswer, NotFound, answer
+from gateway.proxy.exchange import Exchange
 from gateway.proxy.front_door import Call, FrontDoor
 from gateway.proxy.upstream import Connection, Header
 
@@ -111,18 +112,20 @@ async def serve(door: FrontDoor, scope: Message, receive: Receive, send: Send) -
 async def exchange(door: FrontDoor, call: Call, receive: Receive, send: Send) -> None:
     """Run the call, the sending and the watch for a client that leaves side by side; whichever ends first ends all."""
     client = AsgiClient()
-    serving = asyncio.create_task(door.serve(call, client))
+    serving = Exchange(door.serve(call, client))
+    serving.start()
     leaving = asyncio.create_task(wait_disconnect(receive))
     pumping = asyncio.create_task(client.pump(send))
     try:
         await asyncio.wait((leaving, pumping), return_when=asyncio.FIRST_COMPLETED)
         if pumping.done():
             pumping.result()
-            await serving
     finally:
-        for task in (serving, leaving, pumping):
+        if not serving.ended.done:
+            serving.cancel()
+        for task in (leaving, pumping):
             task.cancel()
-        await asyncio.gather(serving, leaving, pumping, return_exceptions=True)
+        await asyncio.gather(leaving, pumping, return_exceptions=True)
 
 
 async def read_body(scope: Message, receive: Receive, limit: int) -> bytes:

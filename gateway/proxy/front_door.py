@@ -36,12 +36,15 @@ from gateway.proxy.errors import (
     answer,
     code_of,
 )
+from gateway.proxy.exchange import Completion
 from gateway.proxy.gate import Gate
-from gateway.proxy.relay import HOP_BY_HOP, Client, Relay
-from gateway.proxy.upstream import Header, Upstream
+from gateway.proxy.relay import HOP_BY_HOP, Client, Relay, connection_tokens
+from gateway.proxy.upstream import Connection, Header, Upstream
 from gateway.telemetry import RequestRecord, Telemetry
 
-NOT_FORWARDED = HOP_BY_HOP | {b"host", b"content-length", b"expect"}
+NOT_FORWARDED = HOP_BY_HOP | {b"host", b"content-length", b"expect", b"x-request-id"}
+NOTED = NOT_FORWARDED | {b"x-session-id", b"content-encoding"}
+"""Request headers that are looked at; all others pass unseen."""
 REQUEST_ID = re.compile(rb"[A-Za-z0-9_.:/+=@-]{1,128}")
 SWEEP_SECONDS = 0.25
 """Period of the deadline sweep over upstream connections: deadlines are exact to this."""
@@ -66,11 +69,16 @@ class Call:
     http_1_0: bool = False
     """The client does not understand chunked bodies."""
 
-    def header(self, name: bytes) -> bytes | None:
-        for key, value in self.headers:
-            if key == name:
-                return value
-        return None
+
+@dataclass(slots=True)
+class Forwarding:
+    """What the request's headers say: to us, and (as lines) to the replica."""
+
+    lines: bytes
+    request_id: bytes | None = None
+    session: str | None = None
+    encoded: bool = False
+    """The body is compressed."""
 
 
 class FrontDoor:
@@ -101,13 +109,15 @@ class FrontDoor:
 
     async def serve(self, call: Call, client: Client) -> None:
         """Answer one call. Raises nothing but `CancelledError`, when the client left."""
-        record = self._record(call)
+        forwarding = read_headers(call.headers)
+        record = self._record(call, forwarding)
         ticket = None
         try:
-            request = self.read(call, record)
+            request = self.read(call, forwarding)
+            record.model = request.model or ""
             ticket = await self.gate.enter(request)
             record.waited_seconds = self.clock() - call.received_at
-            await self._attempts(call, request, client, record)
+            await self._attempts(call, request, forwarding.lines, client, record)
         except asyncio.CancelledError:
             record.outcome = Outcome.CLIENT_LEFT.value
             raise
@@ -120,31 +130,23 @@ class FrontDoor:
             record.duration_seconds = self.clock() - call.received_at
             self.telemetry.request_ended(record)
 
-    def read(self, call: Call, record: RequestRecord) -> RouteRequest:
-        """Body and headers -> what the core needs to know. Raises `BadBody`, `OwnerGone`."""
-        session = call.header(b"x-session-id")
+    def read(self, call: Call, forwarding: Forwarding) -> RouteRequest:
+        """Body and headers -> what the core needs to know. Raises `BadBody`."""
+        if forwarding.encoded:
+            return RouteRequest(length=len(call.body))  # passed as it is, without affinity
         shape = call.endpoint.shape
-        encoding = call.header(b"content-encoding")
-        if encoding is not None and encoding != b"identity":
-            return RouteRequest(length=len(call.body))  # compressed: passed as it is, without affinity
-        pinned = None
         owned = call.response_id or (prompt.previous_response(call.body) if shape is Shape.RESPONSES else None)
-        if owned is not None:
-            pinned = self.router.owner(owned)
+        pinned = self.router.owner(owned) if owned is not None else None
         try:
-            request = prompt.parse(
-                call.body,
-                shape,
-                block_bytes=self._block_bytes,
-                session=session.decode("latin-1") if session else None,
-                pinned=pinned,
+            return prompt.parse(
+                call.body, shape, block_bytes=self._block_bytes, session=forwarding.session, pinned=pinned
             )
         except prompt.NotJson as error:
             raise BadBody(str(error)) from error
-        record.model = request.model or ""
-        return request
 
-    async def _attempts(self, call: Call, request: RouteRequest, client: Client, record: RequestRecord) -> None:
+    async def _attempts(
+        self, call: Call, request: RouteRequest, lines: bytes, client: Client, record: RequestRecord
+    ) -> None:
         excluded: set[ReplicaId] = set()
         last_error: UpstreamError | None = None
         replays = 0
@@ -153,7 +155,7 @@ class FrontDoor:
                 decision = self.router.decide(request, self.clock(), exclude=excluded)
             except RoutingError as error:
                 raise last_error or error from None
-            last_error = await self._attempt(call, decision, client, record)
+            last_error = await self._attempt(call, decision, lines, client, record)
             if last_error is None:
                 return
             if isinstance(last_error, ConnectionLost):
@@ -163,7 +165,7 @@ class FrontDoor:
             excluded.add(decision.replica)
 
     async def _attempt(
-        self, call: Call, decision: Decision, client: Client, record: RequestRecord
+        self, call: Call, decision: Decision, lines: bytes, client: Client, record: RequestRecord
     ) -> UpstreamError | None:
         """One flight. Returns the error when nothing has reached the client, else `None`."""
         flight = self.router.start(decision, self.clock())
@@ -171,7 +173,7 @@ class FrontDoor:
         outcome, usage = Outcome.FAILED, None
         relay: Relay | None = None
         try:
-            relay = await self._fly(call, decision, flight, client, record)
+            relay = await self._fly(call, decision, flight, lines, client, record)
             outcome, usage = relay.outcome, relay.usage()
         except ConnectFailed as error:
             return error
@@ -189,24 +191,25 @@ class FrontDoor:
         return None
 
     async def _fly(
-        self, call: Call, decision: Decision, flight: Flight, client: Client, record: RequestRecord
+        self, call: Call, decision: Decision, flight: Flight, lines: bytes, client: Client, record: RequestRecord
     ) -> Relay:
         """Send the call to the decided replica and relay its answer. Raises `ConnectFailed`."""
         upstream = self.upstream(decision.replica)
-        head = request_head(call, upstream.host_header, record.request_id.encode())
+        request_id = record.request_id.encode()
+        head = request_head(call, upstream.host_header, lines, request_id)
         extra = [
-            (b"x-request-id", record.request_id.encode()),
-            (b"x-warmlane-replica", decision.replica.encode()),
+            (b"x-request-id", request_id),
+            (b"x-warmlane-replica", upstream.name),
             (b"x-warmlane-cached-tokens", b"%d" % decision.cached_tokens),
         ]
-        connection = upstream.lease() or await upstream.connect()
+        connection = upstream.lease() or await self._connect(upstream)
         while True:
             relay = Relay(
                 client,
                 flight,
                 extra,
                 self.clock,
-                self._loop.create_future(),
+                Completion(),
                 anthropic=call.endpoint.anthropic,
                 wants_id=call.endpoint.shape is Shape.RESPONSES,
             )
@@ -222,7 +225,11 @@ class FrontDoor:
             if complete or not connection.reused or connection.answered:
                 return relay
             # The replica had closed this kept connection before our bytes came: a fresh one, once.
-            connection = await upstream.connect()
+            connection = await self._connect(upstream)
+
+    async def _connect(self, upstream: Upstream) -> Connection:
+        """A new connection, made by a task of its own: time-outs need one."""
+        return await self._loop.create_task(upstream.connect())
 
     def upstream(self, replica: ReplicaId) -> Upstream:
         found = self._upstreams.get(replica)
@@ -253,8 +260,8 @@ class FrontDoor:
 
     # -- records and refusals
 
-    def _record(self, call: Call) -> RequestRecord:
-        given = call.header(b"x-request-id")
+    def _record(self, call: Call, forwarding: Forwarding) -> RequestRecord:
+        given = forwarding.request_id
         if given is not None and REQUEST_ID.fullmatch(given):
             request_id = given.decode()
         else:
@@ -290,16 +297,35 @@ def blame_outcome(error: Exception) -> Outcome:
     return Outcome.REFUSED if isinstance(error, NoReplica | Overloaded) else Outcome.REJECTED
 
 
-def request_head(call: Call, host: bytes, request_id: bytes) -> bytes:
-    """The request line and headers for the replica: the client's, less what ends at a proxy."""
-    lines = [call.method, b" ", call.target, b" HTTP/1.1\r\nhost: ", host, b"\r\n"]
-    dropped = NOT_FORWARDED
-    named = [value for name, value in call.headers if name == b"connection"]
-    if named and named != [b"keep-alive"]:
-        dropped = dropped | {token.strip().lower() for value in named for token in value.split(b",")}
-    for name, value in call.headers:
-        if name not in dropped and name != b"x-request-id":
-            lines += (name, b": ", value, b"\r\n")
-    lines += (b"x-request-id: ", request_id, b"\r\n")
-    lines.append(b"content-length: %d\r\n\r\n" % len(call.body) if call.method != b"GET" else b"\r\n")
-    return b"".join(lines)
+def read_headers(headers: list[Header]) -> Forwarding:
+    """One pass over the request's headers: what ends at a proxy is taken out, the rest keeps its order."""
+    lines: list[bytes] = []
+    found = Forwarding(b"")
+    for name, value in headers:
+        if name in NOTED:
+            if name == b"connection":
+                if (named := connection_tokens(value) - {b"close", b"keep-alive"}) & {name for name, _ in headers}:
+                    return read_headers([header for header in headers if header[0] not in named | {b"connection"}])
+            elif name == b"x-request-id":
+                found.request_id = value
+            elif name == b"x-session-id":
+                found.session = value.decode("latin-1")
+            elif name == b"content-encoding":
+                found.encoded = value.lower() != b"identity"
+            if name in NOT_FORWARDED:
+                continue
+        lines += (name, b": ", value, b"\r\n")
+    found.lines = b"".join(lines)
+    return found
+
+
+def request_head(call: Call, host: bytes, lines: bytes, request_id: bytes) -> bytes:
+    """The request line and headers for the replica."""
+    return b"%b %b HTTP/1.1\r\nhost: %b\r\n%bx-request-id: %b\r\n%b\r\n" % (
+        call.method,
+        call.target,
+        host,
+        lines,
+        request_id,
+        b"content-length: %d\r\n" % len(call.body) if call.method != b"GET" else b"",
+    )

@@ -1,11 +1,11 @@
 """Client connections, the fast way: inference requests are served straight from the socket's callbacks.
 
 uvicorn makes one `ClientConnection` for each accepted connection (its `http` setting takes a class). A request whose
-method and path are in `ENDPOINTS` is read here and answered through `FrontDoor.serve`, one task a request and none a
-piece of the answer. The first request for anything else (health, metrics, docs, stored responses) hands the
-connection over to uvicorn's own protocol for good, with the bytes received so far; later inference requests on it
-take the plain ASGI way (`asgi_client.py`), which answers the same. What this leans on: uvicorn's protocol
-constructor, `server_state.connections` and `.tasks`, and a `shutdown()` method; a test holds them.
+method and path are in `ENDPOINTS` is read here and answered through `FrontDoor.serve`, one `Exchange` a request and
+nothing a piece of the answer. The first request for anything else (health, metrics, docs, stored responses) hands the
+connection over to uvicorn's own protocol for good, with the bytes received so far; later inference requests on it take
+the plain ASGI way (`asgi_client.py`), which answers the same. What this leans on: uvicorn's protocol constructor,
+`server_state.connections`, and a `shutdown()` method; the tests of this folder hold them.
 
 State of a connection: reading a request -> answering (pipelined requests queue behind) -> idle -> ... -> closed.
 Deadlines are fields that one sweep checks.
@@ -26,6 +26,7 @@ from uvicorn.server import ServerState
 
 from gateway.proxy.endpoints import ENDPOINTS, Endpoint
 from gateway.proxy.errors import BadBody, BodyTooLarge, answer
+from gateway.proxy.exchange import Exchange
 from gateway.proxy.front_door import Call, FrontDoor
 from gateway.proxy.upstream import JOIN_BELOW_BYTES, Connection, Header
 
@@ -70,7 +71,6 @@ class ClientConnection(asyncio.Protocol):
         self.deadline = self._loop.time() + door.server.keep_alive_seconds
         # the request being read
         self._raw: list[bytes] = []
-        self._head_bytes = 0
         self._in_message = self._clean_start = self._hand_over = self._refused = False
         self._target = b""
         self._headers: list[Header] = []
@@ -79,12 +79,14 @@ class ClientConnection(asyncio.Protocol):
         self._body_bytes = 0
         # the request being answered
         self._calls: deque[Call] = deque()
-        self._task: asyncio.Task[None] | None = None
+        self._exchange: Exchange | None = None
+        self._serving = False
         self._upstream: Connection | None = None
         self._out = b""
         self._chunked = False
         self._keep_alive = True
         self._http_1_0 = False
+        self._paused = False
         self._closing = False
 
     # -- asyncio.Protocol
@@ -96,8 +98,8 @@ class ClientConnection(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._server_state.connections.discard(cast(HttpToolsProtocol, self))
         self._calls.clear()
-        if self._task is not None:
-            self._task.cancel()
+        if self._exchange is not None:
+            self._exchange.cancel()
 
     def data_received(self, data: bytes) -> None:
         if self._refused:
@@ -108,6 +110,9 @@ class ClientConnection(asyncio.Protocol):
             self.deadline = self._loop.time() + self._door.server.body_timeout_seconds
         elif self._endpoint is None:
             self._raw.append(data)
+            if sum(map(len, self._raw)) > 2 * MAX_HEAD_BYTES:
+                self._refuse_large_head()
+                return
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserUpgrade as upgrade:
@@ -128,26 +133,26 @@ class ClientConnection(asyncio.Protocol):
     # -- httptools: the request is read
 
     def on_message_begin(self) -> None:
-        if self._in_message or self._calls or self._task is not None:
+        if self._in_message or self._calls or self._exchange is not None:
             self._clean_start = False
         self._in_message = True
         self._target = b""
         self._headers = []
-        self._head_bytes = 0
         self._endpoint = None
         self._parts = []
         self._body_bytes = 0
 
     def on_url(self, url: bytes) -> None:
         self._target += url
-        self._count_head(len(url))
 
     def on_header(self, name: bytes, value: bytes) -> None:
         self._headers.append((name.lower(), value))
-        self._count_head(len(name) + len(value))
 
     def on_headers_complete(self) -> None:
         if self._hand_over or self._refused:
+            return
+        if len(self._raw[0]) > MAX_HEAD_BYTES and sum(len(n) + len(v) for n, v in self._headers) > MAX_HEAD_BYTES:
+            self._refuse_large_head()
             return
         method = self._parser.get_method()
         endpoint = ENDPOINTS.get(self._target.partition(b"?")[0]) if method == b"POST" else None
@@ -163,7 +168,7 @@ class ClientConnection(asyncio.Protocol):
                 return
             if name == b"expect" and value.lower() == b"100-continue":
                 wants_continue = True
-        if wants_continue and self._task is None:
+        if wants_continue and self._exchange is None:
             self._transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
 
     def on_body(self, data: bytes) -> None:
@@ -193,9 +198,10 @@ class ClientConnection(asyncio.Protocol):
         )
         self._parts = []
         self._calls.append(call)
-        if self._task is None:
-            self._serve_next()
-        elif len(self._calls) > MAX_PIPELINED:
+        if self._exchange is None:
+            self._serve_queued()
+        elif len(self._calls) > MAX_PIPELINED and not self._paused:
+            self._paused = True
             self._transport.pause_reading()
 
     # -- Client: the answer is written
@@ -240,28 +246,33 @@ class ClientConnection(asyncio.Protocol):
     def abort(self) -> None:
         """Cut the answer short so that the client can tell: what was written goes out, the end does not follow."""
         self._keep_alive = False
-        self._task = self._upstream = None  # it ends by itself; closing must not look like the client's leaving
+        self._exchange = self._upstream = None  # it ends by itself; closing must not look like the client's leaving
         self._transport.close()
 
     # -- from one request to the next
 
-    def _serve_next(self) -> None:
-        call = self._calls.popleft()
-        self._keep_alive = call.keep_alive and not self._closing
-        self._http_1_0 = call.http_1_0
-        self.deadline = math.inf
-        task = self._task = self._loop.create_task(self._door.serve(call, self))
-        tasks = self._server_state.tasks
-        tasks.add(task)
-        task.add_done_callback(tasks.discard)
+    def _serve_queued(self) -> None:
+        """Serve what was read, one after the other. A loop, for an answer may be complete before `start` returns."""
+        self._serving = True
+        while self._calls and self._exchange is None and not self._transport.is_closing():
+            call = self._calls.popleft()
+            self._keep_alive = call.keep_alive and not self._closing
+            self._http_1_0 = call.http_1_0
+            self.deadline = math.inf
+            self._exchange = Exchange(self._door.serve(call, self))
+            self._exchange.start()
+        self._serving = False
+        if self._paused and len(self._calls) <= MAX_PIPELINED:
+            self._paused = False
+            self._transport.resume_reading()
 
     def _answered(self) -> None:
-        self._task = self._upstream = None
+        self._exchange = self._upstream = None
         if not self._keep_alive or self._closing:
             self._transport.close()
         elif self._calls:
-            self._serve_next()
-            self._transport.resume_reading()
+            if not self._serving:
+                self._serve_queued()
         elif not self._in_message:
             self.deadline = self._loop.time() + self._door.server.keep_alive_seconds
 
@@ -269,7 +280,7 @@ class ClientConnection(asyncio.Protocol):
         """uvicorn stops: close when idle, else after the answer that is under way."""
         self._closing = True
         self._keep_alive = False
-        if self._task is None:
+        if self._exchange is None:
             self._transport.close()
 
     def expire(self) -> None:
@@ -278,10 +289,8 @@ class ClientConnection(asyncio.Protocol):
 
     # -- what does not go on here
 
-    def _count_head(self, size: int) -> None:
-        self._head_bytes += size
-        if self._head_bytes > MAX_HEAD_BYTES and not self._refused and not self._hand_over:
-            self._refuse(answer(BadBody("The request's headers are too large.")).body, 431)
+    def _refuse_large_head(self) -> None:
+        self._refuse(answer(BadBody("The request's headers are too large.")).body, 431)
 
     def _refuse_too_large(self) -> None:
         refusal = answer(BodyTooLarge(self._max_body))
@@ -290,7 +299,7 @@ class ClientConnection(asyncio.Protocol):
     def _refuse(self, body: bytes, status: int) -> None:
         """Answer without reading the rest, then close. Behind an answer under way there is nothing to say: close."""
         self._refused = True
-        if self._task is not None:
+        if self._exchange is not None:
             self._keep_alive = False
             self._calls.clear()
             return
@@ -320,7 +329,7 @@ class ClientConnection(asyncio.Protocol):
         if not self._clean_start:  # pipelined behind another request: the client asks again on a new connection
             self._refused = True
             self._keep_alive = False
-            if self._task is None:
+            if self._exchange is None:
                 self._transport.close()
             return
         self._server_state.connections.discard(cast(HttpToolsProtocol, self))

@@ -8,7 +8,6 @@ when the answer is complete, to `False` when another attempt may be made because
 
 from __future__ import annotations
 
-import asyncio
 import re
 from collections.abc import Callable, Sequence
 from typing import Protocol
@@ -16,6 +15,7 @@ from typing import Protocol
 from gateway.core.flight import Flight
 from gateway.core.model import Outcome, Usage
 from gateway.proxy.errors import UpstreamError, error_event
+from gateway.proxy.exchange import Completion
 from gateway.proxy.upstream import Connection, Header
 
 HOP_BY_HOP = frozenset(
@@ -32,11 +32,13 @@ HOP_BY_HOP = frozenset(
     )
 )
 
+NOTED_IN_ANSWER = HOP_BY_HOP | {b"content-type", b"x-request-id"}
+"""Headers of an answer that are looked at. Its `x-request-id` is the one we sent, and we set it ourselves."""
+
 # An event that carries generated text: a non-empty string in one of the fields that the APIs put it in.
 FIRST_TOKEN = re.compile(
     rb'"(?:content|reasoning|reasoning_content|text|delta|thinking|arguments|partial_json|refusal)"\s*:\s*"[^"]'
 )
-USAGE = re.compile(rb'"usage"\s*:\s*\{')
 PROMPT_TOKENS = re.compile(rb'"(?:prompt_tokens|input_tokens)"\s*:\s*(\d{1,12})')
 CACHED_TOKENS = re.compile(rb'"(?:cached_tokens|cache_read_input_tokens)"\s*:\s*(\d{1,12})')
 COMPLETION_TOKENS = re.compile(rb'"(?:completion_tokens|output_tokens)"\s*:\s*(\d{1,12})')
@@ -86,7 +88,7 @@ class Relay:
         flight: Flight,
         extra_headers: list[Header],
         clock: Callable[[], float],
-        finished: asyncio.Future[bool],
+        finished: Completion[bool],
         *,
         anthropic: bool = False,
         wants_id: bool = False,
@@ -111,18 +113,18 @@ class Relay:
     def head(self, status: int, headers: Sequence[Header]) -> None:
         self.status = status
         passed: list[Header] = []
-        named: set[bytes] = set()
-        for name, value in headers:
-            if name == b"connection":
-                named.update(token.strip().lower() for token in value.split(b","))
+        named: frozenset[bytes] = frozenset()
+        for header in headers:
+            name = header[0]
+            if name not in NOTED_IN_ANSWER:
+                passed.append(header)
             elif name == b"content-type":
-                self._streaming = value.startswith(b"text/event-stream")
-            elif name == b"x-request-id":
-                continue  # ours is the same, or stands for it
-            if name not in HOP_BY_HOP:
-                passed.append((name, value))
+                self._streaming = header[1].startswith(b"text/event-stream")
+                passed.append(header)
+            elif name == b"connection":
+                named |= connection_tokens(header[1])
         if named:
-            passed = [(name, value) for name, value in passed if name not in named or name == b"content-length"]
+            passed = [header for header in passed if header[0] not in named or header[0] == b"content-length"]
         passed += self._extra_headers
         self._client.start(status, passed)
 
@@ -134,18 +136,18 @@ class Relay:
                 self._look_for_start(data)
             self._previous, self._last = self._last, data
         if last:
-            self._resolve(True)
+            self.finished.complete(True)
 
     def failed(self, error: UpstreamError) -> None:
         """The replica will send no more. Before the head another attempt may follow, then the client must know."""
         self.error = error
         if self.status == 0:
-            self._resolve(False)
+            self.finished.complete(False)
             return
         if self._streaming and self._at_event_boundary():
             self._client.write(error_event(error, anthropic=self._anthropic), False)
         self._client.abort()
-        self._resolve(True)
+        self.finished.complete(True)
 
     # -- what the bytes told
 
@@ -170,14 +172,17 @@ class Relay:
     def usage(self) -> Usage | None:
         """Token counts from the end of the answer, or from its beginning (Anthropic's `message_start`)."""
         tail = self._tail()
-        found = list(USAGE.finditer(tail))
-        if not found:
+        at = tail.rfind(b'"usage"')
+        if at < 0:
             return None
-        counts = tail[found[-1].end() :]
+        counts = tail[at:]
         prompt, cached = PROMPT_TOKENS.search(counts), CACHED_TOKENS.search(counts)
         if prompt is None and self._head:
             prompt, cached = PROMPT_TOKENS.search(self._head), CACHED_TOKENS.search(self._head)
-        return Usage(number(prompt), number(cached), number(COMPLETION_TOKENS.search(counts)))
+        completion = COMPLETION_TOKENS.search(counts)
+        if prompt is None and completion is None:
+            return None  # `"usage":null`, or the word in a text
+        return Usage(number(prompt), number(cached), number(completion))
 
     def _look_for_start(self, data: bytes) -> None:
         """Until the first token: keep the beginning, find the id, and tell the flight when the prefill is done."""
@@ -198,9 +203,10 @@ class Relay:
         tail = (self._previous[-4:] + self._last)[-4:]
         return not tail or tail.endswith((b"\n\n", b"\r\r", b"\r\n\r\n"))
 
-    def _resolve(self, value: bool) -> None:
-        if not self.finished.done():
-            self.finished.set_result(value)
+
+def connection_tokens(value: bytes) -> frozenset[bytes]:
+    """Names of the headers that a `Connection` header declares hop-by-hop."""
+    return frozenset(token.strip().lower() for token in value.split(b","))
 
 
 def number(match: re.Match[bytes] | None) -> int | None:

@@ -36,6 +36,7 @@ Header = tuple[bytes, bytes]
 
 JOIN_BELOW_BYTES = 65_536
 """Head and body go out as one buffer below this; above, copying the body costs more than a second write."""
+FRAMING = frozenset((b"content-length", b"transfer-encoding"))
 MAX_HEAD_BYTES = 64 * 1024
 """Response heads are refused above this; real ones have a few hundred bytes."""
 
@@ -197,9 +198,7 @@ class Connection(asyncio.Protocol):
             self._headers = []
             return
         self._head_done = True
-        names = {name for name, _ in self._headers}
-        bodiless = status in (204, 304)
-        self._close_delimited = not (bodiless or b"content-length" in names or b"transfer-encoding" in names)
+        self._close_delimited = status not in (204, 304) and not any(name in FRAMING for name, _ in self._headers)
         self._reusable = self._parser.should_keep_alive() and not self._close_delimited
 
     def on_body(self, data: bytes) -> None:
@@ -237,6 +236,7 @@ class Upstream:
     def __init__(self, replica: ReplicaId, config: UpstreamConfig, loop: asyncio.AbstractEventLoop) -> None:
         parts = urlsplit(replica)
         self.replica = replica
+        self.name = replica.encode()
         self.config = config
         self.host = parts.hostname or ""
         self.port = parts.port or 80

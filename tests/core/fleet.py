@@ -27,7 +27,8 @@ from gateway.core.model import (
 from gateway.core.router import Router
 from gateway.core.settings import RoutingSettings
 
-BLOCK_BYTES = RoutingSettings().block_bytes
+BLOCK_BYTES = 512
+"""About 128 tokens of text: the stories count in blocks of this size."""
 BLOCK_TOKENS = 128
 """At the four bytes a token that a router assumes until it knows better."""
 ANYTHING = RouteRequest()
@@ -47,7 +48,7 @@ class Fleet:
     def __init__(
         self, count: int, policy: str = "cache-cost", *, up: bool = True, seed: int = 0, **settings: int
     ) -> None:
-        self.router = Router(RoutingSettings(policy=policy, **settings), seed)
+        self.router = Router(RoutingSettings(policy=policy, block_bytes=BLOCK_BYTES, **settings), seed)
         self.now = 0.0
         self.replicas = [ReplicaId(f"http://r{i}:8000") for i in range(count)]
         self.sent: Counter[ReplicaId] = Counter()
