@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import os
 import signal
 import socket
 import sys
@@ -180,7 +181,9 @@ def serve(settings: ReplicaSettings, host: str, port: int) -> None:
 
 
 def _exit(*_: object) -> None:
-    raise SystemExit(0)
+    """At once: raising would print a traceback where the signal meets a callback that may not raise."""
+    sys.stdout.flush()
+    os._exit(0)
 
 
 def _parser() -> argparse.ArgumentParser:

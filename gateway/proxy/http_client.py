@@ -151,7 +151,11 @@ class ClientConnection(asyncio.Protocol):
     def on_headers_complete(self) -> None:
         if self._hand_over or self._refused:
             return
-        if len(self._raw[0]) > MAX_HEAD_BYTES and sum(len(n) + len(v) for n, v in self._headers) > MAX_HEAD_BYTES:
+        if (
+            self._raw
+            and len(self._raw[0]) > MAX_HEAD_BYTES
+            and sum(len(n) + len(v) for n, v in self._headers) > MAX_HEAD_BYTES
+        ):
             self._refuse_large_head()
             return
         method = self._parser.get_method()
