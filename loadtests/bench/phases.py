@@ -56,7 +56,7 @@ FULL = Plan(
     events=200,
     stream_seconds=8.0,
     memory_prompts=1_000_000,
-    index_memory_mib=64,
+    index_memory_mib=256,
 )
 QUICK = Plan(
     rounds=1,
