@@ -338,9 +338,9 @@ def tune_memory() -> None:
     """Settings of the process that the data path was measured with.
 
     glibc gives large buffers back to the kernel at once and faults them in again for the next body; keeping up to 64
-    MiB removed the page faults that made 256 KB bodies two to three times dearer. Objects made so far live as long as the
-    process, so the garbage collector need not look at them again; it runs when 10,000 new ones have piled up. Most of
-    those come from the control plane's HTTP client, the data path makes no cycles: 2 MiB at most wait for it.
+    MiB removed the page faults that made 256 KB bodies two to three times dearer. Objects made so far live as long as
+    the process, so the garbage collector need not look at them again; it runs when 10,000 new ones have piled up. Most
+    of those come from the control plane's HTTP client, the data path makes no cycles: 2 MiB at most wait for it.
     """
     with contextlib.suppress(OSError, AttributeError):
         libc = ctypes.CDLL("libc.so.6")
