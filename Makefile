@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 VLLM_VENV ?= .venv-vllm
 SOURCES := setup.py $(shell find gateway workers loadtests -name '*.py' -o -name '*.toml')
 
-.PHONY: install run test test-vllm check bench clean
+.PHONY: install run test test-compiled test-vllm check bench clean
 
 install: $(VENV)/installed
 
@@ -29,6 +29,12 @@ run: install
 test: install
 	$(BIN)/python -m pytest
 
+# Core and data path once more, as they are installed: compiled. Needs a C compiler.
+test-compiled: install
+	@$(BIN)/python -P -c 'import gateway.core.router as r, sys; sys.exit(not r.__file__.endswith(".so"))' || { echo "not compiled: a C compiler and Python's headers are needed (Debian: gcc, python3-dev)" >&2; exit 1; }
+	@rm -rf .cache/compiled && mkdir -p .cache/compiled && cp -r tests pyproject.toml .cache/compiled/
+	cd .cache/compiled && $(abspath $(BIN))/python -m pytest tests/core tests/proxy tests/test_prompt.py
+
 test-vllm: install
 	PYTHON=$(PYTHON) sh tests/vllm/install.sh $(VLLM_VENV) .cache/tiny-model
 	VLLM_VENV=$(VLLM_VENV) $(BIN)/python -m pytest -m vllm tests/vllm
@@ -42,4 +48,4 @@ bench: install
 	$(BIN)/python -m loadtests.bench.run $(BENCH)
 
 clean:
-	rm -rf $(VENV) .venv-vllm .cache build dist *.egg-info
+	rm -rf $(VENV) .venv-vllm .cache .bench build dist *.egg-info

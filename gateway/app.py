@@ -11,6 +11,7 @@ import contextlib
 import ctypes
 import functools
 import gc
+import ipaddress
 import secrets
 import signal
 import socket
@@ -38,7 +39,7 @@ from gateway.feeds.scrape import Scrape
 from gateway.prompt import NotJson, parse
 from gateway.proxy import asgi_client, http_client
 from gateway.proxy.endpoints import ENDPOINTS
-from gateway.proxy.errors import BadBody, ErrorAnswer, NotFound, answer
+from gateway.proxy.errors import BadBody, ErrorAnswer, NotFound, NotOpen, answer
 from gateway.proxy.front_door import FrontDoor
 from gateway.telemetry import Telemetry
 
@@ -176,7 +177,9 @@ def build_api(gateway: Gateway) -> FastAPI:
 
     @api.post("/warmlane/route")
     async def route(request: Request, path: str = "/v1/chat/completions") -> Response:
-        """Dry run: where would this request body go, and why? Books nothing."""
+        """Dry run: where would this request body go, and why? Books nothing. Open on loopback addresses only."""
+        if not is_loopback(gateway.config.server.host):
+            return response_of(answer(NotOpen("The dry run is open on loopback addresses only.")))
         return dry_run(gateway, await request.body(), path, request.headers.get("x-session-id"))
 
     @api.exception_handler(HTTPException)
@@ -227,6 +230,13 @@ def explained(decision: Decision) -> dict[str, Any]:
             for view, cost in decision.ranking
         ],
     }
+
+
+def is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def model_object(card: ModelCard) -> dict[str, Any]:

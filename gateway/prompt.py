@@ -44,7 +44,7 @@ OPEN_BRACKET, QUOTE = b'["'
 
 MAX_BLOCKS = 8_192
 """Blocks hashed of one prompt: 4 MiB of text, a million tokens. Beyond it a longer match changes no decision."""
-MEDIA_TOKENS_BYTES = 4_000
+MEDIA_KEY_BYTES = 4_000
 """Key bytes that one picture or sound weighs: about 1,000 tokens, what vision models make of a picture."""
 
 
@@ -226,7 +226,7 @@ def add_content(key: Key, content: Raw) -> None:
         for media in (part.image_url, part.source, part.input_audio, part.video_url, part.audio_url, part.file):
             if media is not EMPTY:
                 key.pieces += (FIELD, xxhash.xxh3_128_digest(media))
-                key.extra += MEDIA_TOKENS_BYTES
+                key.extra += MEDIA_KEY_BYTES
 
 
 def finished(

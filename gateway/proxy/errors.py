@@ -31,6 +31,10 @@ class NotFound(Exception):
     """No such path: only the paths of `endpoints.py` are served."""
 
 
+class NotOpen(Exception):
+    """A view for operators, asked for from where it is not open."""
+
+
 class Overloaded(Exception):
     """The waiting room is full, or the wait too long. `retry_after` in seconds."""
 
@@ -82,6 +86,7 @@ class Blame:
 BLAME: dict[type[Exception], Blame] = {
     BadBody: Blame(400, "invalid_request_error", "invalid_json"),
     BodyTooLarge: Blame(413, "invalid_request_error", "request_too_large"),
+    NotOpen: Blame(403, "permission_error", "not_open"),
     NotFound: Blame(404, "invalid_request_error", "not_found"),
     UnknownModel: Blame(404, "invalid_request_error", "model_not_found"),
     Overloaded: Blame(429, "rate_limit_error", "gateway_overloaded"),

@@ -400,6 +400,13 @@ async def test_usage_of_the_answer_reaches_the_metrics(mode: str) -> None:
         assert 'warmlane_completion_tokens_total{model="m"} 2.0' in page
 
 
+async def test_dry_run_is_not_open_to_the_world() -> None:
+    async with ScriptedReplica().running() as replica:
+        async with running_gateway(replica, server={"host": "0.0.0.0"}) as gateway:
+            refused = await gateway.client.post("/warmlane/route", content=ODD_BODY)
+            assert (refused.status_code, refused.json()["error"]["code"]) == (403, "not_open")
+
+
 async def test_dry_run_explains_and_books_nothing() -> None:
     first, second = ScriptedReplica(), ScriptedReplica()
     async with first.running(), second.running(), running_gateway(first, second) as gateway:
