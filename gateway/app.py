@@ -18,6 +18,7 @@ import socket
 import sys
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from importlib.metadata import version
 from random import Random
 from typing import Any
 
@@ -88,11 +89,13 @@ class Gateway:
         return not self.draining and any(one.health is HealthState.UP and not one.draining for one in replicas)
 
     @contextlib.asynccontextmanager
-    async def run_beside(self) -> AsyncIterator[None]:
-        """Feeds, deadline sweep and log flush, from start-up until shut-down."""
+    async def run_beside(self, *more: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
+        """Feeds, deadline sweeps and log flush, from start-up until shut-down."""
         async with new_client() as client:
-            jobs = [*self._feeds(client), self.door.sweep(), self.flush()]
+            jobs = [*self._feeds(client), self.door.sweep(), self.flush(), *more]
             tasks = [asyncio.create_task(job) for job in jobs]
+            for task in tasks:
+                task.add_done_callback(report_failure)
             try:
                 yield
             finally:
@@ -136,15 +139,17 @@ class Gateway:
             self.telemetry.flush()
 
 
+def report_failure(task: asyncio.Task[None]) -> None:
+    """What runs beside the requests never ends by itself: if it does, that is a bug to be seen at once."""
+    if not task.cancelled() and (error := task.exception()) is not None:
+        context = {"message": "a job beside the requests failed", "exception": error, "task": task}
+        task.get_loop().call_exception_handler(context)
+
+
 def build_api(gateway: Gateway) -> FastAPI:
     """The control endpoints. What they do not match goes to the inference paths."""
 
-    @contextlib.asynccontextmanager
-    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        async with gateway.run_beside():
-            yield
-
-    api = FastAPI(title="Warmlane", lifespan=lifespan, redirect_slashes=False)
+    api = FastAPI(title="Warmlane", version=version("warmlane"), redirect_slashes=False)
 
     @api.get("/health", response_class=PlainTextResponse)
     async def health() -> str:
@@ -312,7 +317,7 @@ async def serve(config: Config, *, on_ready: Callable[[str], None] | None = None
             build_api(gateway),
             http=http,
             ws="none",
-            lifespan="on",
+            lifespan="off",
             access_log=False,
             log_level="warning",
             backlog=BACKLOG,
@@ -324,12 +329,12 @@ async def serve(config: Config, *, on_ready: Callable[[str], None] | None = None
         gateway,
         lambda: on_ready(base_url(sock)) if on_ready else None,
     )
-    sweeping = asyncio.create_task(http_client.sweep(server.server_state, loop))
     tune_memory()
-    try:
+    async with gateway.run_beside(http_client.sweep(server.server_state, loop)):
         await server.serve(sockets=[sock])
-    finally:
-        sweeping.cancel()
+        for connection in list(server.server_state.connections):  # what its grace did not suffice for
+            if isinstance(connection, http_client.ClientConnection):
+                connection.cut()
     return 0 if server.started else 1
 
 

@@ -115,8 +115,9 @@ class FrontDoor:
         try:
             request = self.read(call, forwarding)
             record.model = request.model or ""
+            came = self.clock()
             ticket = await self.gate.enter(request)
-            record.waited_seconds = self.clock() - call.received_at
+            record.waited_seconds = self.clock() - came
             await self._attempts(call, request, forwarding.lines, client, record)
         except asyncio.CancelledError:
             record.outcome = Outcome.CLIENT_LEFT.value
@@ -213,8 +214,8 @@ class FrontDoor:
                 anthropic=call.endpoint.anthropic,
                 wants_id=call.endpoint.shape is Shape.RESPONSES,
             )
-            client.attach(connection)
             connection.send(relay, head, call.body)
+            client.attach(connection)
             if not record.overhead_seconds:
                 record.overhead_seconds = self.clock() - call.received_at - record.waited_seconds
             try:

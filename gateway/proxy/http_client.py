@@ -83,6 +83,7 @@ class ClientConnection(asyncio.Protocol):
         self._serving = False
         self._upstream: Connection | None = None
         self._out = b""
+        self._full = False
         self._chunked = False
         self._keep_alive = True
         self._http_1_0 = False
@@ -123,10 +124,12 @@ class ClientConnection(asyncio.Protocol):
             self._give_to_uvicorn()
 
     def pause_writing(self) -> None:
+        self._full = True
         if self._upstream is not None:
             self._upstream.pause()
 
     def resume_writing(self) -> None:
+        self._full = False
         if self._upstream is not None:
             self._upstream.resume()
 
@@ -212,6 +215,8 @@ class ClientConnection(asyncio.Protocol):
 
     def attach(self, connection: Connection | None) -> None:
         self._upstream = connection
+        if self._full and connection is not None:
+            connection.pause()
 
     def start(self, status: int, headers: list[Header]) -> None:
         lines = [status_line(status)]
@@ -251,6 +256,7 @@ class ClientConnection(asyncio.Protocol):
         """Cut the answer short so that the client can tell: what was written goes out, the end does not follow."""
         self._keep_alive = False
         self._exchange = self._upstream = None  # it ends by itself; closing must not look like the client's leaving
+        self.deadline = self._loop.time() + LINGER_SECONDS
         self._transport.close()
 
     # -- from one request to the next
@@ -260,7 +266,7 @@ class ClientConnection(asyncio.Protocol):
         self._serving = True
         while self._calls and self._exchange is None and not self._transport.is_closing():
             call = self._calls.popleft()
-            self._keep_alive = call.keep_alive and not self._closing
+            self._keep_alive = call.keep_alive and not call.http_1_0 and not self._closing
             self._http_1_0 = call.http_1_0
             self.deadline = math.inf
             self._exchange = Exchange(self._door.serve(call, self))
@@ -288,8 +294,14 @@ class ClientConnection(asyncio.Protocol):
             self._transport.close()
 
     def expire(self) -> None:
-        """Its deadline has passed: an idle connection, or a client that does not finish its request."""
-        self._transport.close()
+        """Its deadline has passed: an idle connection, or a client that does not finish its request or read the end."""
+        self._transport.abort()
+
+    def cut(self) -> None:
+        """The gateway stops: no more time for the answer under way."""
+        self._transport.abort()
+        if self._exchange is not None:
+            self._exchange.cancel()
 
     # -- what does not go on here
 

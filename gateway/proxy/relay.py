@@ -40,6 +40,7 @@ FIRST_TOKEN = re.compile(
     rb'"(?:content|reasoning|reasoning_content|text|delta|thinking|arguments|partial_json|refusal)"\s*:\s*"[^"]'
 )
 PROMPT_TOKENS = re.compile(rb'"(?:prompt_tokens|input_tokens)"\s*:\s*(\d{1,12})')
+CREATED_TOKENS = re.compile(rb'"cache_creation_input_tokens"\s*:\s*(\d{1,12})')
 CACHED_TOKENS = re.compile(rb'"(?:cached_tokens|cache_read_input_tokens)"\s*:\s*(\d{1,12})')
 COMPLETION_TOKENS = re.compile(rb'"(?:completion_tokens|output_tokens)"\s*:\s*(\d{1,12})')
 RESPONSE_ID = re.compile(rb'"id"\s*:\s*"(resp_[A-Za-z0-9_.~-]{1,250})"')
@@ -176,13 +177,17 @@ class Relay:
         if at < 0:
             return None
         counts = tail[at:]
-        prompt, cached = PROMPT_TOKENS.search(counts), CACHED_TOKENS.search(counts)
-        if prompt is None and self._head:
-            prompt, cached = PROMPT_TOKENS.search(self._head), CACHED_TOKENS.search(self._head)
-        completion = COMPLETION_TOKENS.search(counts)
-        if prompt is None and completion is None:
-            return None  # `"usage":null`, or the word in a text
-        return Usage(number(prompt), number(cached), number(completion))
+        completion = number(COMPLETION_TOKENS, counts)
+        prompt = number(PROMPT_TOKENS, counts)
+        if prompt is None:
+            if completion is None:
+                return None  # `"usage":null`, or the word in a text
+            counts = self._head
+            prompt = number(PROMPT_TOKENS, counts)
+        cached = number(CACHED_TOKENS, counts)
+        if self._anthropic and prompt is not None:  # there the parts are given, not the whole
+            prompt += (cached or 0) + (number(CREATED_TOKENS, counts) or 0)
+        return Usage(prompt, cached, completion)
 
     def _look_for_start(self, data: bytes) -> None:
         """Until the first token: keep the beginning, find the id, and tell the flight when the prefill is done."""
@@ -209,5 +214,7 @@ def connection_tokens(value: bytes) -> frozenset[bytes]:
     return frozenset(token.strip().lower() for token in value.split(b","))
 
 
-def number(match: re.Match[bytes] | None) -> int | None:
+def number(pattern: re.Pattern[bytes], data: bytes) -> int | None:
+    """The first number that the pattern finds."""
+    match = pattern.search(data)
     return int(match[1]) if match else None

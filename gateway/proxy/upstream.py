@@ -111,12 +111,12 @@ class Connection(asyncio.Protocol):
 
     def pause(self) -> None:
         """The client reads slower than the replica writes: stop reading. Its own idling is not the replica's fault."""
-        if not self._transport.is_closing():
+        if self._sink is not None and not self._transport.is_closing():
             self._transport.pause_reading()
             self.deadline = math.inf
 
     def resume(self) -> None:
-        if not self._transport.is_closing():
+        if self._sink is not None and not self._transport.is_closing():
             self._transport.resume_reading()
             self.deadline = self._loop.time() + self._pool.config.idle_timeout_seconds
 

@@ -1,0 +1,157 @@
+"""What the relay notices while bytes pass: usage, first token, outcome, ids; and what the client gets."""
+
+from __future__ import annotations
+
+from typing import cast
+
+import pytest
+
+from gateway.core.flight import Flight
+from gateway.core.model import Outcome, Usage
+from gateway.proxy.errors import ConnectionLost
+from gateway.proxy.exchange import Completion
+from gateway.proxy.relay import Relay
+from gateway.proxy.upstream import Connection, Header
+
+SSE = [(b"content-type", b"text/event-stream; charset=utf-8")]
+JSON = [(b"content-type", b"application/json"), (b"content-length", b"9")]
+
+
+class Recorder:
+    """A client that keeps what it got."""
+
+    def __init__(self) -> None:
+        self.headers: list[Header] = []
+        self.body = b""
+        self.complete = self.cut = False
+
+    def attach(self, connection: Connection | None) -> None: ...
+
+    def start(self, status: int, headers: list[Header]) -> None:
+        self.headers = headers
+
+    def write(self, data: bytes, last: bool) -> None:
+        self.body += data
+        self.complete = last
+
+    def abort(self) -> None:
+        self.cut = True
+
+
+class FirstTokens:
+    def __init__(self) -> None:
+        self.times: list[float] = []
+
+    def first_token(self, now: float) -> None:
+        self.times.append(now)
+
+
+def relayed(
+    *pieces: bytes, headers: list[Header] = SSE, status: int = 200, anthropic: bool = False, wants_id: bool = False
+) -> tuple[Relay, Recorder, FirstTokens]:
+    client, flight = Recorder(), FirstTokens()
+    ticks = iter(range(1, 1000))
+    relay = Relay(
+        client,
+        cast(Flight, flight),
+        [(b"x-request-id", b"r")],
+        lambda: float(next(ticks)),
+        Completion(),
+        anthropic=anthropic,
+        wants_id=wants_id,
+    )
+    relay.head(status, headers)
+    for at, piece in enumerate(pieces):
+        relay.piece(piece, at == len(pieces) - 1)
+    return relay, client, flight
+
+
+CHAT_USAGE = (
+    b'"usage":{"prompt_tokens":30,"total_tokens":35,"completion_tokens":5,"prompt_tokens_details":{"cached_tokens":16}}'
+)
+
+
+@pytest.mark.parametrize(
+    ("pieces", "usage"),
+    [
+        ([b'{"choices":[{"message":{"content":"\\"usage\\": {\\"prompt_tokens\\": 9}"}}],' + CHAT_USAGE + b"}"], (30, 16, 5)),  # noqa: E501
+        ([b'{"choices":[],"usage": {"prompt_tokens": 3, "prompt_tokens_details": null}}'], (3, None, None)),
+        ([b'{"choices":[],' + CHAT_USAGE[:40], CHAT_USAGE[40:] + b"}"], (30, 16, 5)),
+        ([b"data: {}\n\n", b'data: {"choices":[],' + CHAT_USAGE + b"}\n\n", b"data: [DONE]\n\n"], (30, 16, 5)),
+        ([b'data: {"choices":[{}],"usage":null}\n\n', b"data: [DONE]\n\n"], None),
+        ([b"data: {}\n\ndata: [DONE]\n\n"], None),
+        ([b'{"object":"list","usage":{"input_tokens":40,"input_tokens_details":{"cached_tokens":8},"output_tokens":2}}'], (40, 8, 2)),  # noqa: E501
+    ],
+)  # fmt: skip
+def test_usage_of_openai_answers(pieces: list[bytes], usage: tuple[int | None, ...] | None) -> None:
+    relay, _, _ = relayed(*pieces)
+    assert relay.usage() == (None if usage is None else Usage(*usage))
+
+
+def test_usage_of_anthropic_answers_is_given_in_parts() -> None:
+    whole = (
+        b'{"usage":{"input_tokens":10,"output_tokens":5,"cache_creation_input_tokens":32,"cache_read_input_tokens":64}}'
+    )
+    relay, _, _ = relayed(whole, headers=JSON, anthropic=True)
+    assert relay.usage() == Usage(106, 64, 5)
+    start = b'data: {"type":"message_start","message":{"usage":{"input_tokens":70,"cache_read_input_tokens":30}}}\n\n'
+    text = b'data: {"type":"content_block_delta","delta":{"type":"text_delta","text":"hi"}}\n\n'
+    end = b'data: {"type":"message_delta","usage":{"output_tokens":3}}\n\n'
+    relay, _, _ = relayed(start, text, text, text, end, b'data: {"type":"message_stop"}\n\n', anthropic=True)
+    assert relay.usage() == Usage(100, 30, 3)
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        b'data: {"choices":[{"delta":{"content":"a"}}]}\n\n',
+        b'data: {"choices":[{"delta":{"reasoning":"hm"}}]}\n\n',
+        b'data: {"choices":[{"delta":{"tool_calls":[{"function":{"arguments":"{"}}]}}]}\n\n',
+        b'data: {"choices":[{"text": "a"}]}\n\n',
+        b'event: response.output_text.delta\ndata: {"delta":"a"}\n\n',
+        b'data: {"type":"content_block_delta","delta":{"type":"text_delta","text":"a"}}\n\n',
+    ],
+)
+def test_first_token_is_the_first_text(event: bytes) -> None:
+    role = b'data: {"choices":[{"delta":{"role":"assistant","content":""}}]}\n\n'
+    _, client, flight = relayed(role, role, event, event)
+    assert flight.times == [1.0]
+    assert client.body == role + role + event + event
+
+
+def test_first_token_of_an_answer_in_one_piece_is_not_known() -> None:
+    _, _, flight = relayed(b'{"choices":[{"message":{"content":"a"}}]}', headers=JSON)
+    assert flight.times == []
+
+
+@pytest.mark.parametrize(
+    ("status", "pieces", "outcome"),
+    [
+        (200, [b"data: [DONE]\n\n"], Outcome.COMPLETED),
+        (200, [b"data: {}\n\n", b'data: {"error":{"message":"died"}}\n\n', b"data: [DONE]\n\n"], Outcome.FAILED),
+        (200, [b'event: error\ndata: {"type":"error","error":{}}\n\n'], Outcome.FAILED),
+        (200, [b'data: {"choices":[{"delta":{"content":"data: {\\"error\\""}}]}\n\n'], Outcome.COMPLETED),
+        (400, [b"{}"], Outcome.REJECTED),
+        (429, [b"{}"], Outcome.REFUSED),
+        (503, [b"{}"], Outcome.REFUSED),
+        (500, [b"{}"], Outcome.FAILED),
+    ],
+)
+def test_outcomes(status: int, pieces: list[bytes], outcome: Outcome) -> None:
+    assert relayed(*pieces, status=status)[0].outcome is outcome
+
+
+def test_an_event_cut_in_half_gets_no_event_of_ours() -> None:
+    relay, client, _ = relayed()
+    relay.piece(b'data: {"choices":[{"del', False)
+    relay.failed(ConnectionLost("gone", answered=True))
+    assert client.body == b'data: {"choices":[{"del'
+    assert client.cut
+    assert not client.complete
+
+
+def test_the_id_of_a_stored_response_in_pieces() -> None:
+    relay, _, _ = relayed(b'{"object":"response","id":"re', b'sp_ab-12","x":1}', headers=JSON, wants_id=True)
+    assert relay.response_id == "resp_ab-12"
+    relay, _, _ = relayed(b'{"output":[{"id":"msg_1"}]}', headers=JSON, wants_id=True)
+    assert relay.response_id is None
