@@ -77,6 +77,12 @@ class ClientConnection(asyncio.Protocol):
         self._endpoint: Endpoint | None = None
         self._parts: list[bytes] = []
         self._body_bytes = 0
+        self._length = 0
+        """Announced length of the body."""
+        self._bulk_left = 0
+        """Bytes of a large body that come past the parser."""
+        self._persistent = True
+        self._is_http_1_0 = False
         # the request being answered
         self._calls: deque[Call] = deque()
         self._exchange: Exchange | None = None
@@ -105,6 +111,10 @@ class ClientConnection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         if self._refused:
             return  # lingering: what still comes is not read
+        if self._bulk_left:
+            data = self._take_bulk(data)
+            if not data:
+                return
         if not self._in_message:
             self._clean_start = True
             self._raw = [data]
@@ -116,6 +126,7 @@ class ClientConnection(asyncio.Protocol):
                 return
         try:
             self._parser.feed_data(data)
+            self._expect_bulk()
         except httptools.HttpParserUpgrade as upgrade:
             self._refuse_upgrade(data[upgrade.args[0] :])
         except httptools.HttpParserError:
@@ -168,11 +179,16 @@ class ClientConnection(asyncio.Protocol):
             return
         self._endpoint = endpoint
         self._raw = []
+        self._persistent = self._parser.should_keep_alive()
+        self._is_http_1_0 = self._parser.get_http_version() == "1.0"
+        self._length = 0
         wants_continue = False
         for name, value in self._headers:
-            if name == b"content-length" and int(value) > self._max_body:
-                self._refuse_too_large()
-                return
+            if name == b"content-length":
+                self._length = int(value)
+                if self._length > self._max_body:
+                    self._refuse_too_large()
+                    return
             if name == b"expect" and value.lower() == b"100-continue":
                 wants_continue = True
         if wants_continue and self._exchange is None:
@@ -188,11 +204,32 @@ class ClientConnection(asyncio.Protocol):
             self._parts.append(data)
 
     def on_message_complete(self) -> None:
-        endpoint = self._endpoint
-        if self._hand_over or self._refused or endpoint is None or self._parser.should_upgrade():
+        if self._hand_over or self._refused or self._endpoint is None or self._parser.should_upgrade():
             return
-        self._in_message = False
-        parts = self._parts
+        self._read()
+
+    def _expect_bulk(self) -> None:
+        """The rest of a large body needs no parser, which would copy it once more: its length is known."""
+        left = self._length - self._body_bytes
+        if left >= JOIN_BELOW_BYTES and self._in_message and not (self._hand_over or self._refused):
+            self._bulk_left = left
+
+    def _take_bulk(self, data: bytes) -> bytes:
+        """Returns what belongs to the next request."""
+        rest = data[self._bulk_left :]
+        self._parts.append(data[: self._bulk_left] if rest else data)
+        self._bulk_left = max(0, self._bulk_left - len(data))
+        if not self._bulk_left:
+            self._parser = httptools.HttpRequestParser(self)  # the old one still waits for what it did not see
+            self._read()
+        return rest
+
+    def _read(self) -> None:
+        """A whole request has been read."""
+        self._in_message = self._clean_start = False
+        endpoint, parts = self._endpoint, self._parts
+        assert endpoint is not None
+        self._length = 0
         call = Call(
             method=b"POST",
             target=self._target,
@@ -200,8 +237,8 @@ class ClientConnection(asyncio.Protocol):
             headers=self._headers,
             body=parts[0] if len(parts) == 1 else b"".join(parts),
             received_at=self._door.clock(),
-            keep_alive=self._parser.should_keep_alive(),
-            http_1_0=self._parser.get_http_version() == "1.0",
+            keep_alive=self._persistent,
+            http_1_0=self._is_http_1_0,
         )
         self._parts = []
         self._calls.append(call)

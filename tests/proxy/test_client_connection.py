@@ -180,3 +180,31 @@ async def refused(port: int) -> bool:
         return True
     writer.close()
     return False
+
+
+@pytest.mark.parametrize("size", [65_535, 65_536, 200_000, 1_000_000])
+async def test_large_bodies_in_any_pieces_and_what_follows_them(mode: str, size: int) -> None:
+    """Large bodies go past the parser; the request behind them, even in the same segment, must not."""
+    body = b'{"model":"m","messages":[],"x":"' + b"y" * size + b'"}'
+
+    async def script(exchange: Exchange) -> None:
+        await exchange.answer(b"%d" % len(exchange.body))
+
+    async with ScriptedReplica(script).running() as replica, running_gateway(replica, mode=mode) as gateway:
+        reader, writer = await gateway.connect()
+        stream = (post(body, close=False) + post(ODD_BODY, close=False)) * 2
+        for at in range(0, len(stream), 49_999):
+            writer.write(stream[at : at + 49_999])
+            await writer.drain()
+        for expected in (body, ODD_BODY, body, ODD_BODY):
+            assert (await read_answer(reader))[1] == b"%d" % len(expected)
+        writer.close()
+        assert [exchange.body for exchange in replica.exchanges] == [body, ODD_BODY, body, ODD_BODY]
+
+
+async def test_control_request_pipelined_behind_a_refused_one() -> None:
+    """What cannot be handed over cleanly is not answered wrongly: the connection closes, the client asks again."""
+    async with ScriptedReplica().running() as replica, running_gateway(replica) as gateway:
+        answer = await raw_request(gateway, post(b"{", close=False) + GET_HEALTH)
+        assert answer.startswith(b"HTTP/1.1 400 ")
+        assert b"invalid_json" in answer
