@@ -161,7 +161,9 @@ def here(example: str, gateway: str) -> str:
 
 def request_of(example: str) -> tuple[str, bytes]:
     """Path and body of a `curl` example, for machines without curl."""
-    return re.search(r"http://127.0.0.1:8000(/\S+)", example)[1], re.search(r"-d '([^']*)'", example)[1].encode()
+    body = re.search(r"-d ('.*')", example)[1]  # a word of the shell, which may have `$(...)` in it
+    path = re.search(r"http://127.0.0.1:8000(/\S+)", example)[1]
+    return path, subprocess.run(["sh", "-c", f"printf %s {body}"], capture_output=True, check=True).stdout
 
 
 @pytest.mark.parametrize("example", [block for block in blocks(README, "sh") if "curl" in block])
