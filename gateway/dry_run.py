@@ -67,13 +67,13 @@ def message_of(body: bytes) -> str:
 
 
 def table(answer: bytes) -> str:
-    """The decision for people: best replica first, costs in seconds of predicted wait for the first token."""
+    """The decision for people: best replica first. Costs are seconds with `cache-cost`, else what the policy counts."""
     try:
         decision = msgspec.json.decode(answer, type=Answer)
     except msgspec.DecodeError as error:
         raise Unanswered(f"not an answer of a Warmlane gateway: {error}") from error
     parts = list(dict.fromkeys(part for candidate in decision.ranking for part in candidate.parts))
-    rows = [["replica", "cost s", *parts, "cached", "prompt", "in flight", "pending"]]
+    rows = [["replica", "cost", *parts, "cached", "prompt", "in flight", "pending"]]
     for candidate in decision.ranking:
         costs = [f"{candidate.parts[part]:.4f}" if part in candidate.parts else "-" for part in parts]
         counts = [candidate.cached_tokens, candidate.prompt_tokens, candidate.in_flight, candidate.pending_tokens]
