@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
+from gateway.core.settings import POLICY_NAMES
+
 if TYPE_CHECKING:
     from gateway.config import Config
 
@@ -30,8 +32,13 @@ cli = typer.Typer(
 )
 
 ConfigFile = Annotated[Path | None, typer.Option("--config", metavar="FILE", help="Configuration file (TOML).")]
-Host = Annotated[str | None, typer.Option("--host", help="Address to listen on; beats the file.")]
-Port = Annotated[int | None, typer.Option("--port", min=0, max=65_535, help="Port to listen on; beats the file.")]
+Host = Annotated[str | None, typer.Option("--host", metavar="ADDRESS", help="Address to listen on; beats the file.")]
+Port = Annotated[
+    int | None,
+    typer.Option(
+        "--port", metavar="PORT", min=0, max=65_535, help="Port to listen on, 0 for a free one; beats the file."
+    ),
+]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
@@ -71,11 +78,14 @@ def complain(message: str, exit_code: int) -> int:
 def serve(
     config: ConfigFile = None,
     replica: Annotated[
-        list[str] | None, typer.Option("--replica", metavar="URL", help="A vLLM server; may be repeated.")
+        list[str] | None,
+        typer.Option("--replica", metavar="URL", help="A vLLM server; may be repeated. Beats the file."),
     ] = None,
     host: Host = None,
     port: Port = None,
-    policy: Annotated[str | None, typer.Option("--policy", metavar="NAME", help="Routing policy.")] = None,
+    policy: Annotated[
+        str | None, typer.Option("--policy", metavar="NAME", help=f"{', '.join(POLICY_NAMES)}; beats the file.")
+    ] = None,
 ) -> int:
     """Run the gateway in front of vLLM servers that are already there."""
     chosen = configured(config, replicas=replica or (), host=host, port=port, policy=policy)
@@ -96,7 +106,7 @@ def up(
         "embedded"
     ),
     replicas: Annotated[
-        int | None, typer.Option("--replicas", min=1, max=64, help="How many; 2 when embedded, else 1.")
+        int | None, typer.Option("--replicas", metavar="N", min=1, max=64, help="How many; 2 when embedded, else 1.")
     ] = None,
     config: ConfigFile = None,
     host: Host = None,
@@ -119,7 +129,7 @@ def up(
 @cli.command()
 def route(
     url: Annotated[str, typer.Option("--url", metavar="URL", help="The gateway, e.g. http://127.0.0.1:8000.")],
-    file: Annotated[Path | None, typer.Argument(metavar="[FILE]", help="Request body; stdin when absent.")] = None,
+    file: Annotated[Path | None, typer.Argument(metavar="FILE", help="Request body; stdin when absent.")] = None,
     as_json: Json = False,
 ) -> int:
     """Ask a gateway where it would send a request, and why. Sends nothing to a replica."""
@@ -150,22 +160,25 @@ def presets(as_json: Json = False) -> int:
         return DONE
     for name, preset in found.items():
         print(f"{name:32} {preset.title}")
-        print(f"{'':32} profiles: {', '.join(preset.profiles)}; measured: {len(preset.measured) or 'not yet'}")
+        measured = "; ".join(one.hardware for one in preset.measured) or "not yet"
+        print(f"{'':32} profiles: {', '.join(preset.profiles)}; measured: {measured}")
     return DONE
 
 
 @cli.command(context_settings={"allow_interspersed_args": False})
 def replica(
     preset: Annotated[str, typer.Option("--preset", metavar="NAME", help="See `warmlane presets`.")],
-    profile: Annotated[str, typer.Option("--profile", help="spec, recommended, latency or throughput.")] = (
-        "recommended"
-    ),
-    host: Annotated[str, typer.Option("--host", help="Address to listen on.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option("--port", min=1, max=65_535, help="Port to listen on.")] = 8101,
+    profile: Annotated[
+        str, typer.Option("--profile", metavar="NAME", help="One that the preset has: see `warmlane presets`.")
+    ] = "recommended",
+    host: Annotated[str, typer.Option("--host", metavar="ADDRESS", help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option("--port", metavar="PORT", min=1, max=65_535, help="Port to listen on.")] = 8101,
     vllm: Annotated[str | None, typer.Option("--vllm", metavar="PATH", help="The vllm executable.")] = None,
-    model: Annotated[str | None, typer.Option("--model", help="Model to load instead of the preset's.")] = None,
+    model: Annotated[
+        str | None, typer.Option("--model", metavar="NAME", help="Model to load instead of the preset's.")
+    ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the command line, run nothing.")] = False,
-    extra: Annotated[list[str] | None, typer.Argument(metavar="[-- FLAG...]", help="More flags of vllm.")] = None,
+    extra: Annotated[list[str] | None, typer.Argument(metavar="-- FLAG", help="More flags of vllm.")] = None,
 ) -> int:
     """Run one vLLM server with the flags of a preset."""
     from workers.launch import run_replica
