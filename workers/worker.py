@@ -26,6 +26,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TextIO
+from urllib.parse import urlsplit
 
 import httpx
 
@@ -102,9 +103,11 @@ class Worker:
         return self._process.returncode if self._process else None
 
     async def start(self) -> None:
-        """Start the process. Raises `WorkerFailed` when it cannot be executed."""
+        """Start the process. Raises `WorkerFailed` when it cannot be executed, or somebody else has its port."""
         if self._process is not None:
             raise RuntimeError(f"{self!r} was started before")
+        if await self._is_taken():  # else the stranger's good health would be taken for ours
+            raise WorkerFailed(f"{self.name}: something else listens on {self.url} already")
         await self._start_watchdog()
         assert self._leash is not None
         read_end, write_end = os.pipe()
@@ -126,6 +129,16 @@ class Worker:
             os.close(write_end)
         os.write(self._leash, b"%d\n" % self._process.pid)
         self._ended = asyncio.create_task(self._see_to_the_end(self._process, read_end))
+
+    async def _is_taken(self) -> bool:
+        parts = urlsplit(self.url)
+        try:
+            async with asyncio.timeout(PROBE_TIMEOUT_SECONDS):
+                _, writer = await asyncio.open_connection(parts.hostname, parts.port)
+        except (OSError, TimeoutError):
+            return False
+        writer.close()
+        return True
 
     async def wait_ready(self, timeout: float) -> None:
         """Return once `/health` answers 200.

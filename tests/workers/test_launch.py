@@ -280,6 +280,17 @@ async def test_what_cannot_be_executed_is_said() -> None:
     await worker.stop()
 
 
+async def test_a_port_that_somebody_else_has_is_not_taken_for_ready() -> None:
+    stranger = Replica("ok")
+    await stranger.worker.start()
+    await stranger.worker.wait_ready(DEADLINE_SECONDS)
+    late = Worker(stranger.worker.command, {}, stranger.worker.url, name="r2")
+    with pytest.raises(WorkerFailed, match="r2: something else listens on http://"):
+        await late.start()
+    await late.stop()
+    await stranger.worker.stop()
+
+
 async def test_one_that_ignores_sigterm_is_killed_after_its_grace_time() -> None:
     replica = Replica("stubborn")
     await replica.worker.start()
