@@ -164,7 +164,7 @@ def find_vllm(path: str | None = None) -> str:
         return found
     if path:
         raise LaunchError(f"--vllm {path}: not an executable file")
-    raise LaunchError("vLLM was not found: install it (in a clone: pip install '.[vllm]'), or give its path with --vllm PATH")
+    raise LaunchError("vLLM was not found: pip install '.[vllm]' in a clone, or give its path with --vllm PATH")
 
 
 def require_model(preset: Preset, model: str | None) -> None:
