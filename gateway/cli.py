@@ -189,6 +189,33 @@ def replica(
 
 
 @cli.command()
+def replay(
+    trace: Annotated[Path, typer.Option("--trace", metavar="FILE", help="Mooncake JSON lines, plain or gzip.")],
+    policy: Annotated[
+        list[str] | None, typer.Option("--policy", metavar="NAME", help="May be repeated; all when absent.")
+    ] = None,
+    replicas: Annotated[int, typer.Option("--replicas", min=1, max=1_000, help="How many.")] = 8,
+    cache_tokens: Annotated[int, typer.Option("--cache-tokens", min=512, help="KV cache of each replica.")] = 1_500_000,
+    load: Annotated[
+        str, typer.Option("--load", metavar="X", help="Offered by prefillable input tokens; or `recorded`.")
+    ] = "1.0",
+    speed: Annotated[float, typer.Option("--speed", help="Times the recorded rate; with --load recorded.")] = 1.0,
+    seeds: Annotated[int, typer.Option("--seeds", min=1, help="Runs of each policy; figures are averaged.")] = 1,
+    never_shed: Annotated[bool, typer.Option("--never-shed", help="Let everybody wait as long as it takes.")] = False,
+    as_json: Json = False,
+) -> int:
+    """Simulate a trace under several policies, side by side with what is possible."""
+    from loadtests import replay as replaying
+
+    wish = replaying.Wish(tuple(policy or ()), replicas, cache_tokens, load, speed, seeds, never_shed)
+    try:
+        print(replaying.run(trace, wish, as_json))
+    except replaying.Refused as error:
+        raise Refused(str(error)) from error
+    return DONE
+
+
+@cli.command()
 def version() -> int:
     """Print the version."""
     from importlib.metadata import version as installed

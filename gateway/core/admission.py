@@ -318,7 +318,7 @@ class Admission:
         while arrivals:
             oldest = arrivals[0]
             if oldest.state is TicketState.WAITING:
-                if now - oldest.arrived_at < self._max_wait_seconds:
+                if now < oldest.arrived_at + self._max_wait_seconds:  # exactly what `again_at` says
                     break
                 arrivals.popleft()
                 self._gone(oldest)

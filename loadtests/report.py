@@ -1,0 +1,305 @@
+"""A trace under several policies side by side, beside what no policy can beat.
+
+Two yardsticks. The *ceiling* is the hit rate of one LRU cache as large as all replicas' together: what a fleet could
+hold if nothing were stored twice. The *bound* serves the trace from one endless cache shared by all replicas, each
+request going where the least work waits: a time to first token that no cache of any size improves.
+
+What a policy missed is split by cause, in per cent of the input tokens; hits and these four make 100:
+
+lost_new         seen for the first time: no cache of any size has it
+lost_spilled     another replica was believed to have it, but the policy chose otherwise
+lost_belief      the router believed it there, and it was not
+lost_evicted     nobody was believed to have it (any more)
+
+Several seeds are averaged figure by figure. Waiting in the gateway counts in every time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from functools import partial
+from math import ceil
+
+import msgspec
+
+from gateway.core.settings import POLICY_NAMES, RoutingSettings
+from loadtests import traces
+from loadtests.simulator import Fleet, Simulator, Trip
+from loadtests.traces import Trace
+
+BOUND_POLICY = "least-work"
+ENDLESS_TOKENS = 1_000_000_000
+"""KV cache of a replica in the bound: never full."""
+NEVER = 1_000_000_000
+"""More requests, or seconds, than any trace has."""
+
+Progress = Callable[[str, int, int], None]
+"""What is running, of how many requests, and how many of them have arrived; a last call when the run is over."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One policy at one load. Seconds; per cent of input tokens (hits, losses) or of requests (shed, failed)."""
+
+    policy: str
+    load: float
+    """Offered input tokens by what the fleet can prefill."""
+    hit_pct: float
+    ceiling_pct: float
+    ttft_mean_s: float
+    ttft_p50_s: float
+    ttft_p90_s: float
+    ttft_p99_s: float
+    request_imbalance: float
+    """Requests of the busiest replica by the mean."""
+    work_imbalance: float
+    """The same for seconds of prefill."""
+    shed_pct: float
+    failed_pct: float
+    throughput_rps: float
+    """Completed requests by the time from the first arrival to the last end."""
+    lost_new_pct: float
+    lost_spilled_pct: float
+    lost_belief_pct: float
+    lost_evicted_pct: float
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    rows: tuple[Row, ...]
+    bound: Row
+    requests: int
+    seeds: int
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What to replay, and how."""
+
+    fleet: Fleet
+    load: float | None = 1.0
+    """`None`: at the trace's own rate."""
+    speed: float = 1.0
+    """Times the trace's own rate; with `load` None."""
+    policies: tuple[str, ...] = POLICY_NAMES
+    seeds: int = 1
+    sheds: bool = True
+    """Whether the gateway's default limits hold, or everybody waits as long as it takes."""
+
+    def timed(self, trace: Trace, seed: int) -> Trace:
+        """The trace as it arrives under this plan."""
+        exact = traces.spread(trace, seed)
+        if self.load is None:
+            return traces.sped_up(exact, self.speed)
+        return traces.sped_up(exact, traces.speed_for_load(trace, self.load, self.fleet.total_prefill_rate))
+
+    def routing(self, policy: str) -> RoutingSettings:
+        settings = RoutingSettings(policy=policy)
+        if self.sheds:
+            return settings
+        return replace(settings, max_in_flight=NEVER, max_waiting=NEVER, max_wait_seconds=float(NEVER))
+
+
+def replay(trace: Trace, plan: Plan, on_progress: Progress = lambda name, of, done: None) -> Report:
+    """Every policy of the plan with every seed."""
+    bounds: list[Row] = []
+    rows: dict[str, list[Row]] = {policy: [] for policy in plan.policies}
+    for seed in range(plan.seeds):
+        timed = plan.timed(trace, seed)
+        yardstick = Yardstick.of(timed, plan.fleet)
+        bounds.append(bound_of(timed, plan, yardstick, seed))
+        of = len(trace.requests)
+        for policy in rows:
+            name = policy if plan.seeds == 1 else f"{policy}, seed {seed}"
+            on_progress(name, of, 0)
+            simulator = Simulator(timed.requests, plan.fleet, plan.routing(policy), seed)
+            trips = simulator.run(partial(on_progress, name, of))
+            on_progress(name, of, of)
+            rows[policy].append(row_of(policy, trips, plan.fleet, yardstick, simulator.seconds))
+    return Report(tuple(mean_of(runs) for runs in rows.values()), mean_of(bounds), len(trace.requests), plan.seeds)
+
+
+@dataclass(frozen=True, slots=True)
+class Yardstick:
+    """What the trace itself says, whatever the policy."""
+
+    load: float
+    pooled_pct: float
+    """Hits of one LRU of all replicas' size."""
+    endless: tuple[int, ...]
+    """Cached tokens of each request in a cache without end."""
+
+    @classmethod
+    def of(cls, trace: Trace, fleet: Fleet) -> Yardstick:
+        pooled = sum(traces.cached_tokens(trace, fleet.replicas * fleet.cache_tokens))
+        seconds, tokens = trace.seconds, trace.input_tokens
+        return cls(
+            load=tokens / seconds / fleet.total_prefill_rate if seconds else 0.0,
+            pooled_pct=percent(pooled, tokens),
+            endless=tuple(traces.cached_tokens(trace, None)),
+        )
+
+
+def bound_of(trace: Trace, plan: Plan, yardstick: Yardstick, seed: int) -> Row:
+    """Least work over replicas that share one endless cache: only what it lacks is left to do."""
+    requests = [
+        replace(request, input_tokens=request.input_tokens - cached, blocks=())
+        for request, cached in zip(trace.requests, yardstick.endless, strict=True)
+    ]
+    fleet = replace(plan.fleet, cache_tokens=ENDLESS_TOKENS, restart=None)
+    routing = replace(plan, sheds=False).routing(BOUND_POLICY)
+    simulator = Simulator(requests, fleet, routing, seed)
+    row = row_of("bound", simulator.run(), fleet, yardstick, simulator.seconds)
+    hits = percent(sum(yardstick.endless), trace.input_tokens)
+    none = 0.0
+    return replace(
+        row,
+        hit_pct=hits,
+        lost_new_pct=100.0 - hits,
+        lost_spilled_pct=none,
+        lost_belief_pct=none,
+        lost_evicted_pct=none,
+    )
+
+
+def row_of(policy: str, trips: Sequence[Trip], fleet: Fleet, yardstick: Yardstick, ended_at: float) -> Row:
+    done = [trip for trip in trips if trip.ended_at is not None]
+    times = sorted([ttft for trip in trips if (ttft := trip.ttft_seconds) is not None])
+    requests, work = [0.0] * fleet.replicas, [0.0] * fleet.replicas
+    for trip in done:
+        requests[trip.place] += 1
+        work[trip.place] += (trip.request.input_tokens - trip.cached_tokens) / fleet.speed(trip.place)
+    seconds = ended_at - trips[0].request.arrival if trips else 0.0
+    hit, new, spilled, belief, evicted = hits_and_losses(trips, yardstick.endless)
+    return Row(
+        policy=policy,
+        load=yardstick.load,
+        hit_pct=hit,
+        ceiling_pct=yardstick.pooled_pct,
+        ttft_mean_s=sum(times) / len(times) if times else 0.0,
+        ttft_p50_s=quantile(times, 0.5),
+        ttft_p90_s=quantile(times, 0.9),
+        ttft_p99_s=quantile(times, 0.99),
+        request_imbalance=imbalance(requests),
+        work_imbalance=imbalance(work),
+        shed_pct=percent(sum(trip.shed for trip in trips), len(trips)),
+        failed_pct=percent(sum(trip.failed for trip in trips), len(trips)),
+        throughput_rps=len(done) / seconds if seconds else 0.0,
+        lost_new_pct=new,
+        lost_spilled_pct=spilled,
+        lost_belief_pct=belief,
+        lost_evicted_pct=evicted,
+    )
+
+
+def hits_and_losses(trips: Sequence[Trip], endless: Sequence[int]) -> tuple[float, ...]:
+    """Hits, and losses that are new, spilled, wrong beliefs, evicted; per cent of the served input tokens.
+
+    A cause takes no more than what is left to explain. What an engine finds and an endless cache would not yet have
+    (two first prompts in another order) counts as a hit all the same.
+    """
+    tokens = hit = new = spilled = belief = 0.0
+    for trip, findable in zip(trips, endless, strict=True):
+        if trip.first_token_at is None:
+            continue
+        cached = float(trip.cached_tokens)
+        left = max(0.0, findable - cached)
+        tokens += trip.request.input_tokens
+        hit += cached
+        new += trip.request.input_tokens - cached - left
+        spilled += (missed := min(left, trip.longest_tokens - trip.predicted_tokens))
+        belief += min(left - missed, max(0.0, trip.predicted_tokens - cached))
+    parts = (hit, new, spilled, belief, tokens - hit - new - spilled - belief)
+    return tuple(percent(part, tokens) for part in parts)
+
+
+def percent(part: float, whole: float) -> float:
+    return 100.0 * part / whole if whole else 0.0
+
+
+def quantile(ordered: Sequence[float], share: float) -> float:
+    """Nearest rank."""
+    return ordered[max(0, ceil(share * len(ordered)) - 1)] if ordered else 0.0
+
+
+def imbalance(values: Sequence[float]) -> float:
+    """Largest by mean; 1 is even."""
+    total = sum(values)
+    return max(values) * len(values) / total if total else 1.0
+
+
+def mean_of(rows: Sequence[Row]) -> Row:
+    """One row from those of several seeds."""
+    means = {
+        field.name: sum(getattr(row, field.name) for row in rows) / len(rows)
+        for field in fields(Row)
+        if field.name != "policy"
+    }
+    return Row(policy=rows[0].policy, **means)
+
+
+# ---- what is printed -----------------------------------------------------------------------------------------------
+
+
+def as_json(report: Report) -> str:
+    """Figures rounded to what the simulation can mean."""
+    rounded = {
+        "rows": [rounded_row(row) for row in report.rows],
+        "bound": rounded_row(report.bound),
+        "requests": report.requests,
+        "seeds": report.seeds,
+    }
+    return msgspec.json.format(msgspec.json.encode(rounded), indent=2).decode()
+
+
+def rounded_row(row: Row) -> dict[str, str | float]:
+    return {name: value if isinstance(value, str) else round(value, 4) for name, value in asdict(row).items()}
+
+
+COLUMNS: tuple[tuple[str, Callable[[Row], str]], ...] = (
+    ("policy", lambda row: row.policy),
+    ("hit %", lambda row: f"{row.hit_pct:.1f}"),
+    ("of ceiling", lambda row: f"{percent(row.hit_pct, row.ceiling_pct):.0f} %"),
+    ("TTFT mean", lambda row: seconds(row.ttft_mean_s)),
+    ("p50", lambda row: seconds(row.ttft_p50_s)),
+    ("p90", lambda row: seconds(row.ttft_p90_s)),
+    ("p99", lambda row: seconds(row.ttft_p99_s)),
+    ("requests/s", lambda row: f"{row.throughput_rps:.1f}"),
+    ("imbalance", lambda row: f"{row.request_imbalance:.2f}"),
+    ("of work", lambda row: f"{row.work_imbalance:.2f}"),
+    ("shed %", lambda row: f"{row.shed_pct:.1f}"),
+    ("failed %", lambda row: f"{row.failed_pct:.1f}"),
+    ("lost: new", lambda row: f"{row.lost_new_pct:.1f}"),
+    ("spilled", lambda row: f"{row.lost_spilled_pct:.1f}"),
+    ("belief", lambda row: f"{row.lost_belief_pct:.1f}"),
+    ("evicted", lambda row: f"{row.lost_evicted_pct:.1f}"),
+)
+
+
+def seconds(value: float) -> str:
+    """Three digits are all that a simulation can mean."""
+    return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def as_table(report: Report) -> str:
+    lines = [[name for name, _ in COLUMNS]]
+    lines += [[shown(row) for _, shown in COLUMNS] for row in (*report.rows, report.bound)]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    table = [
+        "  ".join(
+            [line[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(line[1:], widths[1:], strict=True))]
+        )
+        for line in lines
+    ]
+    ceiling, bound = report.rows[0].ceiling_pct, report.bound
+    seeds = f", mean of {report.seeds} seeds" if report.seeds > 1 else ""
+    return "\n".join(
+        [
+            f"{report.requests} requests at load {bound.load:.2f}{seeds}; TTFT in seconds, from arrival at the gateway",
+            f"ceiling: one LRU cache of all replicas' size hits {ceiling:.1f} % of the input tokens, "
+            f"an endless one {bound.hit_pct:.1f} %",
+            "",
+            *table,
+        ]
+    )
