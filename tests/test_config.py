@@ -86,6 +86,7 @@ def test_every_policy_of_the_core_can_be_configured():
         ("[routing]\ndefault_prefill_rate = inf", "routing.default_prefill_rate: expected `float` <= 1000000000.0"),
         ('[routing]\npolicy = "fastest"', "routing.policy: invalid enum value 'fastest'"),
         ('[[replicas]]\nurl = "http://a"\n[[replicas]]\nurl = "http://A:80/"', "replicas: http://a:80 is listed twice"),
+        ("a = " + "[" * 5_000 + "]" * 5_000, "not TOML: nested too deeply"),
         ('[discovery]\ndns = "vllm:8000"', "replica URL 'vllm:8000': expected http://HOST[:PORT]"),
     ],
 )
@@ -139,6 +140,9 @@ def test_a_replica_url_is_normalised(text, url):
         "http://@a",
         "http://a b",
         "http://a\x00b",
+        "http://a..b",
+        "http://%",
+        "http://" + "a" * 64,
     ],
 )
 def test_a_replica_url_that_is_more_or_less_than_an_address_is_refused(text):

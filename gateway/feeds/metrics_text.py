@@ -8,7 +8,6 @@ one unusable sample makes the whole family unknown.
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Callable
 from typing import NamedTuple, TypeVar
@@ -37,6 +36,10 @@ STARTED_AT = (b"process_start_time_seconds",)
 
 WANTED = (*RUNNING, *WAITING, *KV_USAGE, *PREFIX_QUERIES, *PREFIX_HITS, *CACHE_CONFIG, *SLEEP_STATE, *STARTED_AT)
 BEHIND_NAME = (b"{", b" ", b"\t")
+
+MOST = 1e15
+MOST_DIGITS = 15
+"""Larger is no count of anything here, and would overflow where counts are multiplied or made whole."""
 
 LABEL = re.compile(r'([A-Za-z_][A-Za-z0-9_]*)="((?:[^"\\]|\\.)*)"')
 
@@ -101,7 +104,7 @@ def _number(text: str) -> float | None:
         value = float(text)
     except ValueError:
         return None
-    return value if math.isfinite(value) and value >= 0 else None
+    return value if 0 <= value <= MOST else None
 
 
 def _complete(values: list[Number | None], combine: Callable[[list[Number]], Number]) -> Number | None:
@@ -130,7 +133,9 @@ def _cache_tokens(samples: list[Sample]) -> dict[str, int | None]:
 
 def _count(text: str | None) -> int | None:
     """A label that holds a positive whole number; vLLM writes `None` where it does not know yet."""
-    return int(text) if text is not None and text.isascii() and text.isdigit() and int(text) > 0 else None
+    if text is None or not (text.isascii() and text.isdigit()) or len(text) > MOST_DIGITS:
+        return None
+    return int(text) or None
 
 
 def _kv_usage(samples: list[Sample], capacities: dict[str, int | None]) -> float | None:

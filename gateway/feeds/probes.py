@@ -27,6 +27,8 @@ HEALTH_MAX_BYTES = 64 * 1024
 """vLLM answers with an empty body."""
 MODELS_MAX_BYTES = 4 * 1024 * 1024
 """About 500 bytes a model: thousands of adapters."""
+MOST = 10**15
+"""Larger is neither a time nor a length, and no number that every JSON reader takes."""
 JITTER = 0.1
 """Share of the interval: replicas that were added together are not probed in one burst for ever."""
 
@@ -114,9 +116,9 @@ def _card(entry: dict[str, Any]) -> ModelCard:
     owned_by, root, parent = entry.get("owned_by"), entry.get("root"), entry.get("parent")
     return ModelCard(
         id=entry["id"],
-        created=int(created) if isinstance(created, int | float) else 0,
+        created=int(created) if isinstance(created, int | float) and abs(created) < MOST else 0,
         owned_by=owned_by if isinstance(owned_by, str) else "vllm",
         root=root if isinstance(root, str) else None,
         parent=parent if isinstance(parent, str) else None,
-        max_model_len=max_model_len if isinstance(max_model_len, int) else None,
+        max_model_len=max_model_len if type(max_model_len) is int and 0 < max_model_len < MOST else None,
     )

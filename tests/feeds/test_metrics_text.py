@@ -174,3 +174,15 @@ def test_no_page_raises_and_no_amount_is_negative(noise, at):
     load = read_load(RECORDED[:at] + noise + RECORDED[at:], 0.0)
     for value in (load.running, load.waiting, load.kv_usage, load.prefix_hits, load.cache_tokens):
         assert value is None or value >= 0
+
+
+@pytest.mark.parametrize("number", [b"1e308", b"9" * 400, b"9" * 5000])
+def test_numbers_too_large_to_count_are_unknown(number):
+    page = (
+        b'vllm:num_requests_running{engine="0"} %b\nvllm:num_requests_running{engine="1"} %b\n'
+        b'vllm:cache_config_info{block_size="16",num_gpu_blocks="%b"} 1\nvllm:kv_cache_usage_perc 0.5\n'
+    ) % (number, number, number)
+    load = read_load(page, taken_at=0.0)
+    assert load.running is None
+    assert load.cache_tokens is None
+    assert load.kv_usage == 0.5

@@ -219,6 +219,12 @@ def test_odd_entries_of_a_model_list_are_read_leniently():
     )
 
 
+@pytest.mark.parametrize("number", ["1e308", "-1e300", "9" * 300])
+def test_numbers_that_are_none_count_as_absent(number):
+    body = f'{{"data":[{{"id":"a","created":{number},"max_model_len":{number}}}]}}'.encode()
+    assert read_models(body) == (ModelCard("a"),)
+
+
 @pytest.mark.parametrize(
     "body", [b"", b"[]", b"{}", b'{"data":null}', b"\xff", b"[" * 100_000, b'{"data":[{"id":"a","created":1e999}]}']
 )
