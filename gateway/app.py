@@ -12,6 +12,7 @@ import ctypes
 import functools
 import gc
 import ipaddress
+import math
 import secrets
 import signal
 import socket
@@ -39,8 +40,9 @@ from gateway.feeds.replicas import Replicas
 from gateway.feeds.scrape import Scrape
 from gateway.prompt import NotJson, parse
 from gateway.proxy import asgi_client, http_client
+from gateway.proxy.control_connection import ControlConnection
 from gateway.proxy.endpoints import ENDPOINTS
-from gateway.proxy.errors import BadBody, ErrorAnswer, NotFound, NotOpen, answer
+from gateway.proxy.errors import BadBody, BodyTooLarge, ErrorAnswer, NotFound, NotOpen, answer
 from gateway.proxy.front_door import FrontDoor
 from gateway.telemetry import Telemetry
 
@@ -185,7 +187,15 @@ def build_api(gateway: Gateway) -> FastAPI:
         """Dry run: where would this request body go, and why? Books nothing. Open on loopback addresses only."""
         if not is_loopback(gateway.config.server.host):
             return response_of(answer(NotOpen("The dry run is open on loopback addresses only.")))
-        return dry_run(gateway, await request.body(), path, request.headers.get("x-session-id"))
+        limit = gateway.config.server.max_body_mib * 2**20
+        try:
+            body = await asgi_client.read_body(request.scope, request.receive, limit)
+        except BodyTooLarge as error:
+            await asgi_client.discard_body(error, request.scope, request.receive)
+            return response_of(answer(error), close=True)
+        except asgi_client.ClientLeft:
+            return Response(status_code=499)  # nobody reads it
+        return dry_run(gateway, body, path, request.headers.get("x-session-id"))
 
     @api.exception_handler(HTTPException)
     async def refused(_: Request, error: HTTPException) -> Response:
@@ -200,6 +210,16 @@ def build_api(gateway: Gateway) -> FastAPI:
 
     api.router.default = inference
     return api
+
+
+def quiet_when_stopped(api: FastAPI) -> Any:
+    """uvicorn cancels what outlives the grace, and would print a traceback for each."""
+
+    async def served(scope: Any, receive: Any, send: Any) -> None:
+        with contextlib.suppress(asyncio.CancelledError):
+            await api(scope, receive, send)
+
+    return served
 
 
 def dry_run(gateway: Gateway, body: bytes, path: str, session: str | None) -> Response:
@@ -256,8 +276,10 @@ def model_object(card: ModelCard) -> dict[str, Any]:
     }
 
 
-def response_of(refusal: ErrorAnswer) -> Response:
+def response_of(refusal: ErrorAnswer, *, close: bool = False) -> Response:
     headers = {name.decode(): value.decode() for name, value in refusal.headers if name != b"content-length"}
+    if close:
+        headers["connection"] = "close"
     return Response(refusal.body, status_code=refusal.status, headers=headers)
 
 
@@ -298,9 +320,10 @@ def listen(host: str, port: int) -> socket.socket:
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.bind((host, port))
-    except OSError as error:
+    except (OSError, ValueError, TypeError) as error:  # the latter two for text that cannot be a host
         sock.close()
-        raise StartError(f"cannot listen on {host}:{port}: {error.strerror or error}") from error
+        reason = getattr(error, "strerror", None) or error
+        raise StartError(f"cannot listen on {host}:{port}: {reason}") from error
     return sock
 
 
@@ -309,20 +332,20 @@ async def serve(config: Config, *, on_ready: Callable[[str], None] | None = None
     sock = listen(config.server.host, config.server.port)
     loop = asyncio.get_running_loop()
     gateway = Gateway(config, loop)
-    http: Any = "httptools"
+    http: Any = functools.partial(ControlConnection, config.server)
     if config.server.http == "fast":
         http = functools.partial(http_client.ClientConnection, gateway.door)
     server = Server(
         uvicorn.Config(
-            build_api(gateway),
+            quiet_when_stopped(build_api(gateway)),
             http=http,
             ws="none",
             lifespan="off",
             access_log=False,
-            log_level="warning",
+            log_level="error",  # below that it prints a line for each client that does not speak HTTP
             backlog=BACKLOG,
-            timeout_keep_alive=int(config.server.keep_alive_seconds),
-            timeout_graceful_shutdown=int(config.server.drain_seconds),
+            timeout_keep_alive=math.ceil(config.server.keep_alive_seconds),
+            timeout_graceful_shutdown=math.ceil(config.server.drain_seconds),
             server_header=False,
             date_header=False,
         ),
@@ -335,6 +358,10 @@ async def serve(config: Config, *, on_ready: Callable[[str], None] | None = None
         for connection in list(server.server_state.connections):  # what its grace did not suffice for
             if isinstance(connection, http_client.ClientConnection):
                 connection.cut()
+        tasks = list(server.server_state.tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)  # each writes its record
     return 0 if server.started else 1
 
 

@@ -41,6 +41,8 @@ class Server(Struct, frozen=True, forbid_unknown_fields=True):
     """A client that has not sent its whole request by then is cut off."""
     keep_alive_seconds: Seconds = 75.0
     """Idle client connections live this long: more than the 60 s of common load balancers, which then close first."""
+    stall_timeout_seconds: Seconds = 300.0
+    """A client that takes not one byte of its waiting answer for so long is cut off. Slow readers are not."""
     drain_seconds: Seconds = 30.0
     """After SIGTERM running requests get this long to finish."""
     http: Literal["fast", "asgi"] = "fast"
@@ -118,6 +120,8 @@ def load(path: Path) -> Config:
         table = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}") from error
+    except RecursionError as error:
+        raise ConfigError(f"{path}: not TOML: nested too deeply") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: not TOML: {error}") from error
     try:
@@ -165,6 +169,12 @@ def explained(message: str) -> str:
 
 
 _HOST = re.compile(r"[A-Za-z0-9_.:%-]+")
+_NAME = re.compile(r"([A-Za-z0-9_-]{1,63}\.)*[A-Za-z0-9_-]{1,63}\.?")
+
+
+def is_host(text: str) -> bool:
+    """An IPv6 address or a name (or IPv4 address) that can be resolved: labels of 1 to 63 characters."""
+    return bool((_HOST if ":" in text else _NAME).fullmatch(text))
 
 
 def replica_url(text: str) -> str:
@@ -174,7 +184,7 @@ def replica_url(text: str) -> str:
         port = parts.port
     except ValueError as error:
         raise ConfigError(f"replica URL {text!r}: {error}") from error
-    if parts.scheme != "http" or not parts.hostname or not _HOST.fullmatch(parts.hostname) or port == 0:
+    if parts.scheme != "http" or not parts.hostname or not is_host(parts.hostname) or port == 0:
         raise ConfigError(f"replica URL {text!r}: expected http://HOST[:PORT]")
     if parts.path.rstrip("/") or parts.query or parts.fragment or "@" in parts.netloc:
         raise ConfigError(f"replica URL {text!r}: only http://HOST[:PORT], without path, query or user")

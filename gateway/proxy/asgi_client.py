@@ -40,13 +40,14 @@ class AsgiClient:
         self._waiting_bytes = 0
         self._wake = asyncio.Event()
         self._done = False
-        self._aborted = False
         self._upstream: Connection | None = None
 
     def attach(self, connection: Connection | None) -> None:
         self._upstream = connection
 
     def start(self, status: int, headers: list[Header]) -> None:
+        if status == 304:  # its length is that of a body that does not come, which uvicorn does not know
+            headers = [header for header in headers if header[0] != b"content-length"]
         self._messages.append({"type": "http.response.start", "status": status, "headers": headers})
         self._wake.set()
 
@@ -59,11 +60,11 @@ class AsgiClient:
         self._wake.set()
 
     def abort(self) -> None:
-        self._aborted = self._done = True
+        self._done = True
         self._wake.set()
 
     async def pump(self, send: Send) -> None:
-        """Send until the last message, or raise to make the server cut the connection short."""
+        """Send until the last message. After `abort` that one is missing, so the server cuts the connection short."""
         while not (self._done and not self._messages):
             await self._wake.wait()
             self._wake.clear()
@@ -73,8 +74,6 @@ class AsgiClient:
             paused, self._waiting_bytes = self._waiting_bytes > HIGH_WATER_BYTES, 0
             if paused and self._upstream is not None:
                 self._upstream.resume()
-        if self._aborted:
-            raise ConnectionAbortedError("the replica's answer broke off")
 
 
 async def serve(door: FrontDoor, scope: Message, receive: Receive, send: Send) -> None:
@@ -91,8 +90,7 @@ async def serve(door: FrontDoor, scope: Message, receive: Receive, send: Send) -
     try:
         body = await read_body(scope, receive, door.server.max_body_mib * 2**20)
     except BodyTooLarge as error:
-        if not error.unread:
-            await discard_body(receive)
+        await discard_body(error, scope, receive)
         await send_answer(send, answer(error, anthropic=endpoint.anthropic), close=True)
         return
     except ClientLeft:
@@ -148,8 +146,11 @@ async def read_body(scope: Message, receive: Receive, limit: int) -> bytes:
             return b"".join(parts)
 
 
-async def discard_body(receive: Receive) -> None:
-    """Let a client that is still sending come to its end, for a while: one that is cut off may lose the answer."""
+async def discard_body(error: BodyTooLarge, scope: Message, receive: Receive) -> None:
+    """Let a client that is still sending come to its end, for a while: one that is cut off may lose the answer.
+    One that waits to be told to begin is not sending."""
+    if error.unread and any(name == b"expect" for name, _ in scope["headers"]):
+        return
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(LINGER_SECONDS):
             while (await receive()).get("more_body", False):

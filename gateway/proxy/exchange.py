@@ -64,8 +64,8 @@ class Exchange:
 
     def cancel(self) -> None:
         """Raise `CancelledError` where it waits. Not to be called from inside the coroutine."""
-        if self._running:
-            return  # it is about to end: the coroutine itself closed what we hang on
+        if self._running or self.ended.done:
+            return  # it is about to end, or over: the coroutine itself closed what we hang on
         waiting, self._waiting = self._waiting, None
         if isinstance(waiting, Completion):
             waiting.forget()
@@ -79,6 +79,8 @@ class Exchange:
         self._step(None)
 
     def _future_done(self, future: asyncio.Future[Any]) -> None:
+        if self._waiting is not future:
+            return  # cancelled after it was done and before we were told
         self._waiting = None
         self._step(None)
 

@@ -124,10 +124,13 @@ class FrontDoor:
             raise
         except KNOWN as error:
             self._refuse(client, call, error, record)
+        except Exception:  # a bug: reported where exchanges end, but this client must not wait for ever
+            record.outcome = Outcome.FAILED.value
+            client.abort()
+            raise
         finally:
             if ticket is not None:
                 self.gate.leave(ticket)
-            client.attach(None)
             record.duration_seconds = self.clock() - call.received_at
             self.telemetry.request_ended(record)
 
@@ -223,14 +226,22 @@ class FrontDoor:
             except asyncio.CancelledError:
                 connection.abort(relay)
                 raise
-            if complete or not connection.reused or connection.answered:
+            if complete or not (
+                connection.reused and isinstance(relay.error, ConnectionLost) and relay.error.replayable
+            ):
                 return relay
             # The replica had closed this kept connection before our bytes came: a fresh one, once.
             connection = await self._connect(upstream)
 
     async def _connect(self, upstream: Upstream) -> Connection:
         """A new connection, made by a task of its own: time-outs need one."""
-        return await self._loop.create_task(upstream.connect())
+        task = self._loop.create_task(upstream.connect())
+        try:
+            return await task
+        except asyncio.CancelledError:
+            if task.done() and not task.cancelled() and task.exception() is None:  # made just before the client left
+                upstream.give_back(task.result())
+            raise
 
     def upstream(self, replica: ReplicaId) -> Upstream:
         found = self._upstreams.get(replica)
@@ -328,5 +339,5 @@ def request_head(call: Call, host: bytes, lines: bytes, request_id: bytes) -> by
         host,
         lines,
         request_id,
-        b"content-length: %d\r\n" % len(call.body) if call.method != b"GET" else b"",
+        b"content-length: %d\r\n" % len(call.body) if call.body or call.method != b"GET" else b"",
     )

@@ -61,7 +61,9 @@ class Gate:
         try:
             await future
         except BaseException:
-            ticket.leave(self._clock())
+            if future.done() and not future.cancelled():
+                future.exception()  # told too late, and heard
+            self.leave(ticket)  # it may have been let in a moment ago: its place is free for the next
             raise
         finally:
             del self._waiting[ticket]

@@ -24,19 +24,27 @@ from uvicorn.config import Config
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
 
+from gateway.proxy.control_connection import ControlConnection
 from gateway.proxy.endpoints import ENDPOINTS, Endpoint
 from gateway.proxy.errors import BadBody, BodyTooLarge, answer
 from gateway.proxy.exchange import Exchange
 from gateway.proxy.front_door import Call, FrontDoor
+from gateway.proxy.relay import connection_tokens
 from gateway.proxy.upstream import JOIN_BELOW_BYTES, Connection, Header
 
 MAX_HEAD_BYTES = 64 * 1024
 """Request line and headers together; more is answered 431. Agents send some KB of headers at most."""
+MAX_PARTS = 1024
+"""Pieces of a body kept as they came; from there on they are joined at once. A hostile client sends a byte a chunk, and
+each piece weighs forty."""
 MAX_PIPELINED = 16
 """Requests read ahead of the one being answered; reading pauses above this."""
 LINGER_SECONDS = 2.0
 """After a refusal that leaves the body unread the socket drains this long, lest a reset cost the client the answer."""
 SWEEP_SECONDS = 1.0
+
+UPGRADE = frozenset((b"upgrade", b"http2-settings"))
+"""Headers that belong to an offer of another protocol."""
 
 STATUS_LINES: dict[int, bytes] = {}
 
@@ -71,11 +79,16 @@ class ClientConnection(asyncio.Protocol):
         self.deadline = self._loop.time() + door.server.keep_alive_seconds
         # the request being read
         self._raw: list[bytes] = []
+        self._segment = 0
+        """Bytes that came last."""
+        self._begin_bytes = self._head_bytes = 0
+        """Bytes of the segment in which the head began, and of those after it."""
         self._in_message = self._clean_start = self._hand_over = self._refused = False
         self._target = b""
         self._headers: list[Header] = []
         self._endpoint: Endpoint | None = None
         self._parts: list[bytes] = []
+        self._tail = bytearray()
         self._body_bytes = 0
         self._length = 0
         """Announced length of the body."""
@@ -83,6 +96,7 @@ class ClientConnection(asyncio.Protocol):
         """Bytes of a large body that come past the parser."""
         self._persistent = True
         self._is_http_1_0 = False
+        self._owes_continue = False
         # the request being answered
         self._calls: deque[Call] = deque()
         self._exchange: Exchange | None = None
@@ -90,6 +104,8 @@ class ClientConnection(asyncio.Protocol):
         self._upstream: Connection | None = None
         self._out = b""
         self._full = False
+        self._unsent = 0
+        """Bytes that the client had not taken when it was last looked at."""
         self._chunked = False
         self._keep_alive = True
         self._http_1_0 = False
@@ -115,18 +131,20 @@ class ClientConnection(asyncio.Protocol):
             data = self._take_bulk(data)
             if not data:
                 return
+        self._segment = len(data)
         if not self._in_message:
             self._clean_start = True
             self._raw = [data]
-            self.deadline = self._loop.time() + self._door.server.body_timeout_seconds
+            if self._exchange is None:
+                self.deadline = self._loop.time() + self._door.server.body_timeout_seconds
         elif self._endpoint is None:
             self._raw.append(data)
-            if sum(map(len, self._raw)) > 2 * MAX_HEAD_BYTES:
-                self._refuse_large_head()
-                return
+            self._head_bytes += len(data)
         try:
             self._parser.feed_data(data)
             self._expect_bulk()
+            if self._head_bytes > MAX_HEAD_BYTES and self._endpoint is None and not (self._hand_over or self._refused):
+                self._refuse_large_head()
         except httptools.HttpParserUpgrade as upgrade:
             self._refuse_upgrade(data[upgrade.args[0] :])
         except httptools.HttpParserError:
@@ -136,11 +154,16 @@ class ClientConnection(asyncio.Protocol):
 
     def pause_writing(self) -> None:
         self._full = True
+        if self._exchange is not None:
+            self._unsent = 0
+            self.deadline = self._loop.time() + self._door.server.stall_timeout_seconds
         if self._upstream is not None:
             self._upstream.pause()
 
     def resume_writing(self) -> None:
         self._full = False
+        if self._exchange is not None:
+            self.deadline = math.inf
         if self._upstream is not None:
             self._upstream.resume()
 
@@ -150,25 +173,28 @@ class ClientConnection(asyncio.Protocol):
         if self._in_message or self._calls or self._exchange is not None:
             self._clean_start = False
         self._in_message = True
+        self._owes_continue = False
+        self._begin_bytes, self._head_bytes = self._segment, 0
         self._target = b""
         self._headers = []
         self._endpoint = None
         self._parts = []
+        self._tail = bytearray()
         self._body_bytes = 0
 
     def on_url(self, url: bytes) -> None:
         self._target += url
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        self._headers.append((name.lower(), value))
+        if self._endpoint is None:  # else a trailer, which must not pass for a header
+            self._headers.append((name.lower(), value))
 
     def on_headers_complete(self) -> None:
         if self._hand_over or self._refused:
             return
         if (
-            self._raw
-            and len(self._raw[0]) > MAX_HEAD_BYTES
-            and sum(len(n) + len(v) for n, v in self._headers) > MAX_HEAD_BYTES
+            self._begin_bytes + self._head_bytes > MAX_HEAD_BYTES
+            and len(self._target) + sum(len(n) + len(v) for n, v in self._headers) > MAX_HEAD_BYTES
         ):
             self._refuse_large_head()
             return
@@ -191,8 +217,15 @@ class ClientConnection(asyncio.Protocol):
                     return
             if name == b"expect" and value.lower() == b"100-continue":
                 wants_continue = True
-        if wants_continue and self._exchange is None:
-            self._transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        if wants_continue and not self._parser.should_upgrade():
+            self._owes_continue = True
+            if self._exchange is None:
+                self._continue()
+
+    def _continue(self) -> None:
+        """The client waits for this before it sends its body."""
+        self._owes_continue = False
+        self._transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
 
     def on_body(self, data: bytes) -> None:
         if self._hand_over or self._refused:
@@ -201,7 +234,13 @@ class ClientConnection(asyncio.Protocol):
         if self._body_bytes > self._max_body:
             self._refuse_too_large()
         else:
+            self._keep(data)
+
+    def _keep(self, data: bytes) -> None:
+        if len(self._parts) < MAX_PARTS:
             self._parts.append(data)
+        else:
+            self._tail += data
 
     def on_message_complete(self) -> None:
         if self._hand_over or self._refused or self._endpoint is None or self._parser.should_upgrade():
@@ -217,7 +256,7 @@ class ClientConnection(asyncio.Protocol):
     def _take_bulk(self, data: bytes) -> bytes:
         """Returns what belongs to the next request."""
         rest = data[self._bulk_left :]
-        self._parts.append(data[: self._bulk_left] if rest else data)
+        self._keep(data[: self._bulk_left] if rest else data)
         self._bulk_left = max(0, self._bulk_left - len(data))
         if not self._bulk_left:
             self._parser = httptools.HttpRequestParser(self)  # the old one still waits for what it did not see
@@ -226,10 +265,12 @@ class ClientConnection(asyncio.Protocol):
 
     def _read(self) -> None:
         """A whole request has been read."""
-        self._in_message = self._clean_start = False
+        self._in_message = self._clean_start = self._owes_continue = False
         endpoint, parts = self._endpoint, self._parts
         assert endpoint is not None
         self._length = 0
+        if self._tail:
+            parts.append(bytes(self._tail))
         call = Call(
             method=b"POST",
             target=self._target,
@@ -305,7 +346,7 @@ class ClientConnection(asyncio.Protocol):
             call = self._calls.popleft()
             self._keep_alive = call.keep_alive and not call.http_1_0 and not self._closing
             self._http_1_0 = call.http_1_0
-            self.deadline = math.inf
+            self.deadline = self._loop.time() + self._door.server.stall_timeout_seconds if self._full else math.inf
             self._exchange = Exchange(self._door.serve(call, self))
             self._exchange.start()
         self._serving = False
@@ -315,13 +356,19 @@ class ClientConnection(asyncio.Protocol):
 
     def _answered(self) -> None:
         self._exchange = self._upstream = None
+        limits = self._door.server
         if not self._keep_alive or self._closing:
+            self.deadline = self._loop.time() + limits.stall_timeout_seconds
             self._transport.close()
         elif self._calls:
             if not self._serving:
                 self._serve_queued()
-        elif not self._in_message:
-            self.deadline = self._loop.time() + self._door.server.keep_alive_seconds
+        elif self._in_message:
+            self.deadline = self._loop.time() + limits.body_timeout_seconds
+            if self._owes_continue:
+                self._continue()
+        else:
+            self.deadline = self._loop.time() + limits.keep_alive_seconds
 
     def shutdown(self) -> None:
         """uvicorn stops: close when idle, else after the answer that is under way."""
@@ -331,8 +378,14 @@ class ClientConnection(asyncio.Protocol):
             self._transport.close()
 
     def expire(self) -> None:
-        """Its deadline has passed: an idle connection, or a client that does not finish its request or read the end."""
-        self._transport.abort()
+        """Its deadline has passed: an idle connection, or a client that does not finish its request or take its answer.
+        One that takes it slowly gets another time."""
+        unsent = self._transport.get_write_buffer_size()
+        if unsent and unsent != self._unsent:
+            self._unsent = unsent
+            self.deadline = self._loop.time() + self._door.server.stall_timeout_seconds
+        else:
+            self._transport.abort()
 
     def cut(self) -> None:
         """The gateway stops: no more time for the answer under way."""
@@ -346,15 +399,16 @@ class ClientConnection(asyncio.Protocol):
         self._refuse(answer(BadBody("The request's headers are too large.")).body, 431)
 
     def _refuse_too_large(self) -> None:
-        refusal = answer(BodyTooLarge(self._max_body))
+        refusal = answer(
+            BodyTooLarge(self._max_body), anthropic=self._endpoint is not None and self._endpoint.anthropic
+        )
         self._refuse(refusal.body, refusal.status)
 
     def _refuse(self, body: bytes, status: int) -> None:
-        """Answer without reading the rest, then close. Behind an answer under way there is nothing to say: close."""
+        """Answer without reading the rest, then close. Behind other answers there is nothing to say: close."""
         self._refused = True
         if self._exchange is not None:
-            self._keep_alive = False
-            self._calls.clear()
+            self._close_behind_answers()
             return
         self._transport.write(
             status_line(status)
@@ -365,14 +419,23 @@ class ClientConnection(asyncio.Protocol):
             self._transport.write_eof()
         self.deadline = self._loop.time() + LINGER_SECONDS
 
+    def _close_behind_answers(self) -> None:
+        """What was read whole is still answered."""
+        if self._calls:
+            self._calls[-1].keep_alive = False
+        else:
+            self._keep_alive = False
+
     def _refuse_upgrade(self, rest: bytes) -> None:
         """A client offers another protocol (Java's offers h2c on every request). llhttp stops after such a head and
         would take the body for that protocol: read the request again without the offer, which is how HTTP says no."""
         if self._hand_over or self._refused:
             return
-        lines = [b"POST ", self._target, b" HTTP/1.1\r\n"]
+        lines = [b"POST ", self._target, b" HTTP/1.0\r\n" if self._is_http_1_0 else b" HTTP/1.1\r\n"]
         for name, value in self._headers:
-            if name not in (b"connection", b"upgrade", b"http2-settings"):
+            if name == b"connection":
+                value = b", ".join(connection_tokens(value) - UPGRADE)
+            if name not in UPGRADE:
                 lines += (name, b": ", value, b"\r\n")
         self._parser = httptools.HttpRequestParser(self)
         self._in_message = False
@@ -381,13 +444,17 @@ class ClientConnection(asyncio.Protocol):
     def _give_to_uvicorn(self) -> None:
         if not self._clean_start:  # pipelined behind another request: the client asks again on a new connection
             self._refused = True
-            self._keep_alive = False
+            self._close_behind_answers()
             if self._exchange is None:
                 self._transport.close()
             return
         self._server_state.connections.discard(cast(HttpToolsProtocol, self))
-        protocol = HttpToolsProtocol(
-            config=self._config, server_state=self._server_state, app_state=self._app_state, _loop=self._loop
+        protocol = ControlConnection(
+            self._door.server,
+            config=self._config,
+            server_state=self._server_state,
+            app_state=self._app_state,
+            _loop=self._loop,
         )
         self._transport.set_protocol(protocol)
         protocol.connection_made(self._transport)

@@ -130,6 +130,8 @@ class Relay:
         self._client.start(status, passed)
 
     def piece(self, data: bytes, last: bool) -> None:
+        if last:  # before it is written: behind it the client's next exchange may attach its own
+            self._client.attach(None)
         self._client.write(data, last)
         if data:
             self.response_bytes += len(data)
@@ -142,6 +144,7 @@ class Relay:
     def failed(self, error: UpstreamError) -> None:
         """The replica will send no more. Before the head another attempt may follow, then the client must know."""
         self.error = error
+        self._client.attach(None)
         if self.status == 0:
             self.finished.complete(False)
             return

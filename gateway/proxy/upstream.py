@@ -118,7 +118,9 @@ class Connection(asyncio.Protocol):
     def resume(self) -> None:
         if self._sink is not None and not self._transport.is_closing():
             self._transport.resume_reading()
-            self.deadline = self._loop.time() + self._pool.config.idle_timeout_seconds
+            limits = self._pool.config
+            limit = limits.idle_timeout_seconds if self._answered else limits.first_byte_timeout_seconds
+            self.deadline = self._loop.time() + limit
 
     def close(self) -> None:
         self._transport.close()
@@ -190,10 +192,13 @@ class Connection(asyncio.Protocol):
             raise ValueError("a second answer to one request")  # reaches `data_received` as HttpParserCallbackError
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        self._headers.append((name.lower(), value))
+        if not self._head_done:  # else a trailer, which must not pass for a header
+            self._headers.append((name.lower(), value))
 
     def on_headers_complete(self) -> None:
         status = self._parser.get_status_code()
+        if not 100 <= status <= 599:
+            raise ValueError("not a status")  # reaches `data_received` as HttpParserCallbackError
         if status < 200:  # 100 Continue and its like: the real answer follows
             self._headers = []
             return
@@ -213,7 +218,7 @@ class Connection(asyncio.Protocol):
     def _end(self) -> None:
         self._sink = None
         self._pool.busy.discard(self)
-        if self._reusable and not self._transport.is_closing():
+        if self._reusable and not self._transport.is_closing() and not self._transport.get_write_buffer_size():
             self._transport.resume_reading()
             self._pool.give_back(self)
         else:
@@ -268,7 +273,7 @@ class Upstream:
                 )
         except TimeoutError as error:
             raise ConnectFailed(f"The replica did not accept a connection within {limit:g} s.") from error
-        except OSError as error:
+        except (OSError, UnicodeError) as error:  # the latter from a name that cannot be one
             raise ConnectFailed("The replica refused the connection.") from error
         return connection
 
