@@ -19,7 +19,9 @@ MISS_TOKENS = 512
 """Predicted cached tokens below which a miss proves nothing: less than that, the engine's block alignment may eat
 it."""
 MIX_STEP = 0.05
-"""Bytes per token of a replica: moving mean over its last twenty flights, of whatever models and kinds of prompt."""
+"""Bytes per token of a replica: moving mean over its last twenty flights, of whatever models and kinds of prompt. The
+first ones weigh more, the later of them most, for the ratio of the model is itself being learned then: on a GPU, with
+text of 1.7 bytes a token, a capacity that stayed too large for forty flights made every prediction of hits wrong."""
 RESIZE_SHARE = 0.01
 """Capacity in blocks follows the learned bytes per token in steps of 1 %, so that the index is not resized all the
 time."""
@@ -32,6 +34,7 @@ class Replica:
         "_block_bytes",
         "_bytes_per_token",
         "_misses",
+        "_mixed",
         "_proven_at",
         "cache_tokens",
         "cache_tokens_known",
@@ -64,6 +67,7 @@ class Replica:
         self.cache_tokens_known = False
         self._block_bytes = block_bytes
         self._bytes_per_token = BYTES_PER_TOKEN
+        self._mixed = 0
         self._misses = 0
         self._proven_at: float | None = None
         """When a scrape last showed that it is still the same process."""
@@ -127,7 +131,8 @@ class Replica:
 
     def mix_bytes_per_token(self, ratio: float) -> None:
         """A flight's prompt had so many key bytes for each token."""
-        self._bytes_per_token += MIX_STEP * (ratio - self._bytes_per_token)
+        self._mixed += 1
+        self._bytes_per_token += max(MIX_STEP, 2.0 / (self._mixed + 1)) * (ratio - self._bytes_per_token)
         self._fit_index()
 
     def check_belief(self, predicted_tokens: float, cached_tokens: int) -> None:

@@ -373,6 +373,15 @@ class TestBelief:
         after = fleet.router.statistics(fleet.now).index_capacity_blocks
         assert after == pytest.approx(before / 2, rel=0.03)
 
+    def test_capacity_is_about_right_after_a_dozen_flights(self) -> None:
+        """Text of 1.7 bytes a token: a burst of agents waits for that many answers at most before it goes on."""
+        random, fleet = Random(1), Fleet(1)
+        fleet.reports(fleet.replicas[0], cache_tokens=98_303)
+        for _ in range(16):
+            fleet.complete(fleet.send(ask(text(random, 40))), Usage(prompt_tokens=int(40 * 512 / 1.7)))
+        capacity = fleet.router.statistics(fleet.now).index_capacity_blocks
+        assert capacity == pytest.approx(98_303 * 1.7 / 512, rel=0.15)
+
 
 class TestLearning:
     def test_of_bytes_per_token_corrects_what_is_predicted(self) -> None:
