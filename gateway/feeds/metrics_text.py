@@ -41,6 +41,10 @@ MOST = 1e15
 MOST_DIGITS = 15
 """Larger is no count of anything here, and would overflow where counts are multiplied or made whole."""
 
+MOST_LINES = 4_096
+"""Lines of the wanted families: a hundred engines have a thousand. Reading more would hold up the requests (100,000
+took 0.6 s), so a page with more says nothing."""
+
 LABEL = re.compile(r'([A-Za-z_][A-Za-z0-9_]*)="((?:[^"\\]|\\.)*)"')
 
 Number = TypeVar("Number", int, float)
@@ -59,6 +63,8 @@ class Sample(NamedTuple):
 def read_load(page: bytes, taken_at: float) -> LoadSnapshot:
     """The load snapshot that a page describes. A page without any of the families gives one of `None`s."""
     lines = [line for line in page.split(b"\n") if line.startswith(WANTED)]
+    if len(lines) > MOST_LINES:
+        lines = []
     capacities = _cache_tokens(_samples(lines, CACHE_CONFIG))
     return LoadSnapshot(
         taken_at=taken_at,

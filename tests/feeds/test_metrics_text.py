@@ -186,3 +186,10 @@ def test_numbers_too_large_to_count_are_unknown(number):
     assert load.running is None
     assert load.cache_tokens is None
     assert load.kv_usage == 0.5
+
+
+def test_a_page_with_absurdly_many_samples_says_nothing():
+    line = b'vllm:num_requests_running{engine="%d"} 1\n'
+    few, many = (b"".join(line % number for number in range(count)) for count in (1_000, 100_000))
+    assert read_load(few, taken_at=0.0).running == 1_000
+    assert read_load(many, taken_at=0.0) == read_load(b"", taken_at=0.0)
