@@ -1,6 +1,7 @@
 """Connections that uvicorn's own protocol serves (control endpoints, stored responses, everything in the plain ASGI
-way), with the limits that it lacks: a time for the whole request, for the idle beginning and for a client that takes
-nothing of its answer, and a size of the head. The sweep of `http_client.py` enforces the times.
+way), with what it lacks: a time for the whole request, for the idle beginning and for a client that takes nothing of
+its answer (the sweep of `http_client.py` enforces them), a size of the head, and the body of a request that offers
+another protocol, which uvicorn loses.
 """
 
 from __future__ import annotations
@@ -9,12 +10,27 @@ import asyncio
 import math
 from typing import Any
 
+import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from gateway.config import Server
+from gateway.proxy.relay import connection_tokens
 
 MAX_HEAD_BYTES = 64 * 1024
 """As on the fast way, exact to one segment."""
+UPGRADE = frozenset((b"upgrade", b"http2-settings"))
+"""Headers that belong to an offer of another protocol."""
+
+
+def head_without_offer(method: bytes, target: bytes, http_1_0: bool, headers: list[tuple[bytes, bytes]]) -> bytes:
+    """A request's head without `Upgrade`; other options of its `Connection` stay."""
+    lines = [method, b" ", target, b" HTTP/1.0\r\n" if http_1_0 else b" HTTP/1.1\r\n"]
+    for name, value in headers:
+        if name == b"connection":
+            value = b", ".join(connection_tokens(value) - UPGRADE)
+        if name not in UPGRADE:
+            lines += (name, b": ", value, b"\r\n")
+    return b"".join((*lines, b"\r\n"))
 
 
 class ControlConnection(HttpToolsProtocol):
@@ -33,7 +49,13 @@ class ControlConnection(HttpToolsProtocol):
         self.deadline = self.loop.time() + self._limits.keep_alive_seconds
 
     def data_received(self, data: bytes) -> None:
-        super().data_received(data)
+        self._unset_keepalive_if_required()
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserUpgrade as upgrade:
+            self._refuse_upgrade(data[upgrade.args[0] :])
+        except httptools.HttpParserError:
+            self.send_400_response("Invalid HTTP request received.")
         if self._in_head:
             self._head_bytes += len(data)
             if self._head_bytes > MAX_HEAD_BYTES:
@@ -51,10 +73,13 @@ class ControlConnection(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         self._in_head = False
-        super().on_headers_complete()
+        if not self.parser.should_upgrade():
+            super().on_headers_complete()
 
     def on_message_complete(self) -> None:
         self._in_message = False
+        if self.parser.should_upgrade():
+            return
         self._unanswered += 1
         self.deadline = math.inf
         super().on_message_complete()
@@ -64,6 +89,16 @@ class ControlConnection(HttpToolsProtocol):
         if self._in_message and self._unanswered >= 0:  # the next one, begun behind it
             self.deadline = self.loop.time() + self._limits.body_timeout_seconds
         super().on_response_complete()
+
+    def _refuse_upgrade(self, rest: bytes) -> None:
+        """As on the fast way: read the request again without the offer. What is no offer (CONNECT) is refused."""
+        method = self.parser.get_method()
+        if method == b"CONNECT":
+            self.send_400_response("CONNECT is not supported.")
+            return
+        head = head_without_offer(method, self.url, self.parser.get_http_version() == "1.0", self.headers)
+        self.parser = httptools.HttpRequestParser(self)
+        self.data_received(head + rest)
 
     def pause_writing(self) -> None:
         super().pause_writing()

@@ -24,12 +24,11 @@ from uvicorn.config import Config
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
 
-from gateway.proxy.control_connection import ControlConnection
+from gateway.proxy.control_connection import ControlConnection, head_without_offer
 from gateway.proxy.endpoints import ENDPOINTS, Endpoint
 from gateway.proxy.errors import BadBody, BodyTooLarge, answer
 from gateway.proxy.exchange import Exchange
 from gateway.proxy.front_door import Call, FrontDoor
-from gateway.proxy.relay import connection_tokens
 from gateway.proxy.upstream import JOIN_BELOW_BYTES, Connection, Header
 
 MAX_HEAD_BYTES = 64 * 1024
@@ -42,9 +41,6 @@ MAX_PIPELINED = 16
 LINGER_SECONDS = 2.0
 """After a refusal that leaves the body unread the socket drains this long, lest a reset cost the client the answer."""
 SWEEP_SECONDS = 1.0
-
-UPGRADE = frozenset((b"upgrade", b"http2-settings"))
-"""Headers that belong to an offer of another protocol."""
 
 STATUS_LINES: dict[int, bytes] = {}
 
@@ -431,15 +427,10 @@ class ClientConnection(asyncio.Protocol):
         would take the body for that protocol: read the request again without the offer, which is how HTTP says no."""
         if self._hand_over or self._refused:
             return
-        lines = [b"POST ", self._target, b" HTTP/1.0\r\n" if self._is_http_1_0 else b" HTTP/1.1\r\n"]
-        for name, value in self._headers:
-            if name == b"connection":
-                value = b", ".join(connection_tokens(value) - UPGRADE)
-            if name not in UPGRADE:
-                lines += (name, b": ", value, b"\r\n")
+        head = head_without_offer(b"POST", self._target, self._is_http_1_0, self._headers)
         self._parser = httptools.HttpRequestParser(self)
         self._in_message = False
-        self.data_received(b"".join((*lines, b"\r\n", rest)))
+        self.data_received(head + rest)
 
     def _give_to_uvicorn(self) -> None:
         if not self._clean_start:  # pipelined behind another request: the client asks again on a new connection
@@ -466,6 +457,7 @@ async def sweep(server_state: ServerState, loop: asyncio.AbstractEventLoop) -> N
     while True:
         await asyncio.sleep(SWEEP_SECONDS)
         now = loop.time()
-        overdue = [one for one in server_state.connections if getattr(one, "deadline", math.inf) < now]
-        for connection in overdue:
-            cast(ClientConnection, connection).expire()
+        for connection in list(server_state.connections):
+            one: object = connection
+            if isinstance(one, (ClientConnection, ControlConnection)) and one.deadline < now:  # noqa: UP038
+                one.expire()

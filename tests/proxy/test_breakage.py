@@ -436,3 +436,18 @@ async def test_answers_without_a_body(mode: str, answer: bytes, capsys: pytest.C
             assert response.status_code == int(answer[:3])
             assert response.content == b""
     assert "Traceback" not in capsys.readouterr().err
+
+
+async def test_offered_upgrades_lose_no_body_also_where_uvicorn_reads(mode: str) -> None:
+    offer = b"connection: Upgrade, HTTP2-Settings\r\nupgrade: h2c\r\nhttp2-settings: AAEAAEAAAAIAAAAA\r\n"
+    async with ScriptedReplica().running() as replica, running_gateway(replica, mode=mode) as gateway:
+        reader, writer = await gateway.connect()
+        for _ in range(2):
+            writer.write(GET_HEALTH[:-2] + offer + b"\r\n")
+            assert (await read_answer(reader))[1] == b"ok"
+            writer.write(post(ODD_BODY, close=False, headers=offer))
+            assert (await read_answer(reader))[1] == ANSWER
+        writer.write(b"CONNECT a:1 HTTP/1.1\r\nhost: a\r\n\r\n")
+        assert (await read_answer(reader))[0].startswith(b"HTTP/1.1 400 ")
+        writer.close()
+        assert [exchange.body for exchange in replica.exchanges] == [ODD_BODY, ODD_BODY]
