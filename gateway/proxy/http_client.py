@@ -459,5 +459,5 @@ async def sweep(server_state: ServerState, loop: asyncio.AbstractEventLoop) -> N
         now = loop.time()
         for connection in list(server_state.connections):
             one: object = connection
-            if isinstance(one, (ClientConnection, ControlConnection)) and one.deadline < now:  # noqa: UP038
+            if isinstance(one, (ClientConnection, ControlConnection)) and one.deadline < now:
                 one.expire()
