@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import cast
-
 import pytest
 
 from gateway.core.flight import Flight
-from gateway.core.model import Outcome, Usage
+from gateway.core.model import Outcome, ReplicaAdded, ReplicaId, RouteRequest, Usage
+from gateway.core.router import Router
+from gateway.core.settings import RoutingSettings
 from gateway.proxy.errors import ConnectionLost
 from gateway.proxy.exchange import Completion
 from gateway.proxy.relay import Relay
@@ -38,22 +38,20 @@ class Recorder:
         self.cut = True
 
 
-class FirstTokens:
-    def __init__(self) -> None:
-        self.times: list[float] = []
-
-    def first_token(self, now: float) -> None:
-        self.times.append(now)
+def started_flight() -> Flight:
+    router = Router(RoutingSettings())
+    router.observe(ReplicaAdded(ReplicaId("http://a:1")), 0.0)
+    return router.start(router.decide(RouteRequest(), 0.0), 0.0)
 
 
 def relayed(
     *pieces: bytes, headers: list[Header] = SSE, status: int = 200, anthropic: bool = False, wants_id: bool = False
-) -> tuple[Relay, Recorder, FirstTokens]:
-    client, flight = Recorder(), FirstTokens()
+) -> tuple[Relay, Recorder, Flight]:
+    client, flight = Recorder(), started_flight()
     ticks = iter(range(1, 1000))
     relay = Relay(
         client,
-        cast(Flight, flight),
+        flight,
         [(b"x-request-id", b"r")],
         lambda: float(next(ticks)),
         Completion(),
@@ -115,13 +113,13 @@ def test_usage_of_anthropic_answers_is_given_in_parts() -> None:
 def test_first_token_is_the_first_text(event: bytes) -> None:
     role = b'data: {"choices":[{"delta":{"role":"assistant","content":""}}]}\n\n'
     _, client, flight = relayed(role, role, event, event)
-    assert flight.times == [1.0]
+    assert flight.first_token_at == 1.0
     assert client.body == role + role + event + event
 
 
 def test_first_token_of_an_answer_in_one_piece_is_not_known() -> None:
     _, _, flight = relayed(b'{"choices":[{"message":{"content":"a"}}]}', headers=JSON)
-    assert flight.times == []
+    assert flight.first_token_at is None
 
 
 @pytest.mark.parametrize(
