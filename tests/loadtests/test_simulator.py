@@ -64,6 +64,13 @@ def test_who_waited_too_long_is_shed():
     assert ttfts(trips) == [10.0, None, None, None]
 
 
+def test_a_deadline_that_rounds_down_is_met_all_the_same():
+    """0.13 + 1 - 0.13 is below 1: asked at the very moment that it named, the router must shed."""
+    trips = run([Request(0.0, 200_000, 1), Request(0.13, 2000, 1)], Fleet(1), max_in_flight=1, max_wait_seconds=1)
+    assert 0.13 + 1 - 0.13 < 1
+    assert [trip.shed for trip in trips] == [False, True]
+
+
 def test_a_full_waiting_room_sheds_at_once():
     trips = run([Request(0.0, 20_000, 1)] * 3, Fleet(1), max_in_flight=1, max_waiting=1)
     assert [trip.shed for trip in trips] == [False, False, True]
