@@ -197,7 +197,7 @@ def replay(
     replicas: Annotated[int, typer.Option("--replicas", min=1, max=1_000, help="How many.")] = 8,
     cache_tokens: Annotated[int, typer.Option("--cache-tokens", min=512, help="KV cache of each replica.")] = 1_500_000,
     load: Annotated[
-        str, typer.Option("--load", metavar="X", help="Offered by prefillable input tokens; or `recorded`.")
+        str, typer.Option("--load", metavar="X", help="1.0: as much as could be prefilled uncached; or `recorded`.")
     ] = "1.0",
     speed: Annotated[float, typer.Option("--speed", help="Times the recorded rate; with --load recorded.")] = 1.0,
     seeds: Annotated[int, typer.Option("--seeds", min=1, help="Runs of each policy; figures are averaged.")] = 1,

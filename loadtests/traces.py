@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import gzip
 import math
+import zlib
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -80,7 +81,7 @@ def read(path: Path) -> Trace:
         content = path.read_bytes()
         if content.startswith(GZIP_MAGIC):
             content = gzip.decompress(content)
-    except (OSError, EOFError) as error:
+    except (OSError, EOFError, zlib.error) as error:
         raise TraceError(f"{path}: {getattr(error, 'strerror', None) or error}") from error
     decoder = msgspec.json.Decoder(Line)
     lines: list[Line] = []

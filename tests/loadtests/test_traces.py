@@ -59,6 +59,8 @@ def test_reads_what_it_writes(tmp_path: Path):
         (b'{"timestamp": 1, "input_length": 0, "output_length": 1}', "line 1: .*at least 1"),
         (LINES + b"nonsense", "line 4: "),
         (b"\x1f\x8b broken", "trace"),
+        (gzip.compress(LINES)[:20], "trace"),
+        (gzip.compress(LINES)[:12] + b"\xff" * 40, "trace"),
     ],
 )
 def test_says_what_is_wrong_and_where(tmp_path: Path, content: bytes, message: str):
