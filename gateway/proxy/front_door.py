@@ -206,7 +206,9 @@ class FrontDoor:
             (b"x-warmlane-replica", upstream.name),
             (b"x-warmlane-cached-tokens", b"%d" % decision.cached_tokens),
         ]
-        connection = upstream.lease() or await self._connect(upstream)
+        # A kept connection may be dead, and what makes state must not be sent twice: it always gets a new one.
+        kept = upstream.lease() if call.endpoint.stateless else None
+        connection = kept or await self._connect(upstream)
         while True:
             relay = Relay(
                 client,

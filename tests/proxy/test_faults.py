@@ -80,6 +80,21 @@ async def test_reused_connection_that_died_is_replaced_without_blame(mode: str) 
             assert 'state="up"} 1.0' in await gateway.metrics()
 
 
+async def test_requests_that_create_state_never_meet_a_dead_kept_connection(mode: str) -> None:
+    async def works_then_resets_on_second_use(exchange: Exchange) -> None:
+        if exchange.on_connection == 2:
+            exchange.reset()
+        else:
+            await exchange.answer(b'{"id":"resp_1","object":"response"}')
+
+    async with ScriptedReplica(works_then_resets_on_second_use).running() as replica:
+        async with running_gateway(replica, mode=mode) as gateway:
+            for _ in range(6):
+                response = await gateway.client.post("/v1/responses", json={"model": "m", "input": "x"})
+                assert response.status_code == 200
+            assert [exchange.on_connection for exchange in replica.exchanges] == [1] * 6
+
+
 async def test_all_replicas_down_is_a_clear_error(mode: str) -> None:
     async with ScriptedReplica().running() as replica, running_gateway(replica, mode=mode) as gateway:
         await replica.stop()
