@@ -202,14 +202,20 @@ def build_api(gateway: Gateway) -> FastAPI:
         body = {"message": str(error.detail), "type": "invalid_request_error", "param": None, "code": None}
         return JSONResponse({"error": body}, status_code=error.status_code, headers=error.headers)
 
+    api.router.default = inference_paths(gateway.door)
+    return api
+
+
+def inference_paths(door: FrontDoor) -> Any:
+    """The ASGI application behind the control endpoints."""
+
     async def inference(scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] == "http":
-            await asgi_client.serve(gateway.door, scope, receive, send)
+            await asgi_client.serve(door, scope, receive, send)
         elif scope["type"] == "websocket":
             await send({"type": "websocket.close", "code": 1000})
 
-    api.router.default = inference
-    return api
+    return inference
 
 
 def quiet_when_stopped(api: FastAPI) -> Any:

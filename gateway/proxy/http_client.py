@@ -3,9 +3,9 @@
 uvicorn makes one `ClientConnection` for each accepted connection (its `http` setting takes a class). A request whose
 method and path are in `ENDPOINTS` is read here and answered through `FrontDoor.serve`, one `Exchange` a request and
 nothing a piece of the answer. The first request for anything else (health, metrics, docs, stored responses) hands the
-connection over to uvicorn's own protocol for good, with the bytes received so far; later inference requests on it take
-the plain ASGI way (`asgi_client.py`), which answers the same. What this leans on: uvicorn's protocol constructor,
-`server_state.connections`, and a `shutdown()` method; the tests of this folder hold them.
+connection over to `control_connection.py` (uvicorn's own protocol) for good, with the bytes received so far; later
+inference requests on it take the plain ASGI way (`asgi_client.py`), which answers the same. What this class leans on:
+uvicorn's `http` setting, `server_state.connections`, and a `shutdown()` method; the tests of this folder hold them.
 
 State of a connection: reading a request -> answering (pipelined requests queue behind) -> idle -> ... -> closed.
 Deadlines are fields that one sweep checks.
