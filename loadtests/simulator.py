@@ -67,6 +67,8 @@ class Fleet:
     replicas: int = 8
     cache_tokens: int = 1_500_000
     """KV cache of each replica."""
+    reported_cache_tokens: int | None = None
+    """What it reports, where that is not the truth."""
     prefill_rate: float = 20_000.0
     """Uncached prompt tokens per second."""
     decode_rate: float = 60.0
@@ -380,7 +382,7 @@ class Simulator:
             kv_usage=statistics.kv_usage,
             prefix_queries=statistics.prefix_queries,
             prefix_hits=statistics.prefix_hits,
-            cache_tokens=self.fleet.cache_tokens,
+            cache_tokens=self.fleet.reported_cache_tokens or self.fleet.cache_tokens,
             started_at=station.started_at,
         )
         self._travel(now, lambda now: self.router.observe(LoadReported(station.id, snapshot), now))
