@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Make a tiny model (random weights, own tokenizer) that real vLLM can serve:  make_model.py DIRECTORY
+"""Make a tiny model (random weights, own tokenizer) that real vLLM can serve:  make_model.py DIRECTORY [--hidden N ...]
 
 Nothing is downloaded: the tokenizer is a byte-level BPE trained on the running Python's standard library. The same
 Python and libraries make the same model. Needs torch, transformers and tokenizers, which come with vLLM.
@@ -11,8 +11,8 @@ channel 0 of the embedding is one constant for all tokens and no layer writes to
 about OUTPUT_CONSTANT, where column 0 of the weights is a bias for each token.
 """
 
+import argparse
 import json
-import sys
 import sysconfig
 from pathlib import Path
 
@@ -87,18 +87,18 @@ def never_chosen(tokenizer: Tokenizer) -> list[int]:
     return ids
 
 
-def make_weights(directory: Path, tokenizer: Tokenizer) -> None:
+def make_weights(directory: Path, tokenizer: Tokenizer, size: argparse.Namespace) -> None:
     ids = {
         f"{name}_token_id": tokenizer.token_to_id(f"<|{token}|>")
         for name, token in (("bos", "bos"), ("eos", "im_end"), ("pad", "pad"))
     }
     config = transformers.LlamaConfig(
-        hidden_size=HIDDEN,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=HEADS,
-        num_key_value_heads=KV_HEADS,
+        hidden_size=size.hidden,
+        num_hidden_layers=size.layers,
+        num_attention_heads=size.heads,
+        num_key_value_heads=size.kv_heads,
         head_dim=HEAD_SIZE,
-        intermediate_size=INNER,
+        intermediate_size=size.inner,
         vocab_size=tokenizer.get_vocab_size(),
         max_position_embeddings=MAX_TOKENS,
         rms_norm_eps=1e-6,
@@ -123,12 +123,17 @@ def make_weights(directory: Path, tokenizer: Tokenizer) -> None:
 
 
 def main() -> None:
-    if len(sys.argv) != 2:
-        sys.exit("usage: make_model.py DIRECTORY")
-    directory = Path(sys.argv[1])
-    directory.mkdir(parents=True, exist_ok=True)
+    parser = argparse.ArgumentParser(description="Make a tiny model with random weights.")
+    parser.add_argument("directory", type=Path)
+    parser.add_argument("--hidden", type=int, default=HIDDEN)
+    parser.add_argument("--layers", type=int, default=LAYERS)
+    parser.add_argument("--heads", type=int, default=HEADS)
+    parser.add_argument("--kv-heads", type=int, default=KV_HEADS)
+    parser.add_argument("--inner", type=int, default=INNER)
+    size = parser.parse_args()
+    size.directory.mkdir(parents=True, exist_ok=True)
     transformers.logging.disable_progress_bar()
-    make_weights(directory, make_tokenizer(directory))
+    make_weights(size.directory, make_tokenizer(size.directory), size)
 
 
 if __name__ == "__main__":
