@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 VLLM_VENV ?= .venv-vllm
 SOURCES := setup.py $(shell find gateway workers loadtests -name '*.py' -o -name '*.toml')
 
-.PHONY: install run test test-compiled test-vllm check bench clean
+.PHONY: install run test test-compiled test-vllm check bench bench-vllm clean
 
 install: $(VENV)/installed
 
@@ -46,6 +46,11 @@ check: install
 
 bench: install
 	$(BIN)/python -m loadtests.bench.run $(BENCH)
+
+# Routers in front of real replicas: half an hour, or `make bench-vllm SMOKE=1`.
+bench-vllm: install
+	PYTHON=$(PYTHON) sh tests/vllm/install.sh $(VLLM_VENV) .cache/tiny-model
+	VLLM_VENV=$(VLLM_VENV) $(BIN)/python -m loadtests.engines.run $(if $(SMOKE),--smoke) $(BENCH)
 
 clean:
 	rm -rf $(VENV) .venv-vllm .cache .bench build dist *.egg-info
