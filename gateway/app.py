@@ -66,7 +66,10 @@ class Gateway:
         settings = config.routing.settings()
         self.router = Router(settings, seed=secrets.randbits(32))
         self.telemetry = Telemetry(
-            log=sys.stdout.buffer if config.server.log == "json" else None, router=self.router, clock=self.clock
+            log=sys.stdout.buffer if config.server.log == "json" else None,
+            log_blocks=config.server.log_blocks,
+            router=self.router,
+            clock=self.clock,
         )
         self.block_bytes = settings.block_bytes
         self.door = FrontDoor(

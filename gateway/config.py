@@ -49,6 +49,8 @@ class Server(Struct, frozen=True, forbid_unknown_fields=True):
     """`fast` serves inference requests straight from the connection; with `asgi` they take the plain ASGI way."""
     log: Literal["json", "off"] = "json"
     """One JSON record for each request on stdout, without prompt text."""
+    log_blocks: bool = False
+    """Records also say which earlier request had the same first prefix blocks, so that a replay repeats it."""
 
 
 class Replica(Struct, frozen=True, forbid_unknown_fields=True):

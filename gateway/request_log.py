@@ -14,6 +14,7 @@ from typing import BinaryIO
 import msgspec
 
 from gateway.core.model import Decision
+from gateway.prefix_log import PrefixRecord
 
 MAX_TEXT = 256
 """Characters of a text that comes from a client; OpenAI's own ids and model names are far shorter."""
@@ -61,6 +62,8 @@ class RequestRecord(msgspec.Struct, gc=False):
     duration_seconds: float = 0.0
     request_bytes: int = 0
     response_bytes: int = 0
+    prefix: PrefixRecord | msgspec.UnsetType = msgspec.UNSET
+    """With `[server] log_blocks`, of requests that have a prompt."""
 
     def started(self, decision: Decision) -> None:
         """A flight begins. A retry overwrites the decision before it."""

@@ -20,7 +20,8 @@ from prometheus_client import CollectorRegistry, ProcessCollector, generate_late
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from gateway.core.model import HealthState, Outcome, ReplicaId, ReplicaStatistics, RouterStatistics
+from gateway.core.model import HealthState, Outcome, ReplicaId, ReplicaStatistics, RouteRequest, RouterStatistics
+from gateway.prefix_log import PrefixLog
 from gateway.request_log import RequestLog, RequestRecord
 
 __all__ = ["FAMILIES", "RequestRecord", "Telemetry"]
@@ -178,11 +179,13 @@ class Telemetry(Collector):
         *,
         router: StatisticsSource,
         log: BinaryIO | None,
+        log_blocks: bool = False,
         clock: Callable[[], float] = time.monotonic,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
         self._router = router
         self._log = RequestLog(log) if log is not None else None
+        self._prefixes = PrefixLog() if log is not None and log_blocks else None
         self._clock = clock
         self._wall_clock = wall_clock
         self._other = ModelSeries(OTHER)
@@ -201,6 +204,11 @@ class Telemetry(Collector):
         ProcessCollector(registry=self._registry)
 
     # -- the hot path
+
+    def request_read(self, record: RequestRecord, request: RouteRequest) -> None:
+        """Note what its prompt shares with earlier ones, if that is to be logged."""
+        if self._prefixes is not None and request.length:
+            record.prefix = self._prefixes.note(request)
 
     def request_ended(self, record: RequestRecord) -> None:
         """Count one request and log it. Called exactly once for each."""

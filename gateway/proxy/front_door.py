@@ -115,6 +115,7 @@ class FrontDoor:
         try:
             request = self.read(call, forwarding)
             record.model = request.model or ""
+            self.telemetry.request_read(record, request)
             came = self.clock()
             ticket = await self.gate.enter(request)
             record.waited_seconds = self.clock() - came
