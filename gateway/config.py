@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 import tomllib
 from pathlib import Path
-from typing import Annotated, Literal, get_args
+from typing import Annotated, Any, Literal, get_args, get_origin
 from urllib.parse import urlsplit
 
 import msgspec
@@ -73,6 +73,8 @@ class Routing(Struct, frozen=True, forbid_unknown_fields=True):
     """`[routing]`: who decides. Sizes of the core: see `gateway/core/settings.py` for the reasons."""
 
     policy: PolicyName = "cache-cost"
+    shadow: tuple[PolicyName, ...] = ()
+    """Policies that are asked beside the live one and only counted (`gateway.shadow`)."""
     index_memory_mib: Annotated[int, Meta(ge=1)] = CORE.index_memory_mib
     default_cache_tokens: Annotated[int, Meta(ge=1_024)] = CORE.default_cache_tokens
     default_prefill_rate: TokensPerSecond = CORE.default_prefill_rate
@@ -81,7 +83,9 @@ class Routing(Struct, frozen=True, forbid_unknown_fields=True):
     max_wait_seconds: Seconds = CORE.max_wait_seconds
 
     def settings(self) -> RoutingSettings:
-        return RoutingSettings(**msgspec.structs.asdict(self))
+        table = msgspec.structs.asdict(self)
+        del table["shadow"]  # the core need not know who else would have decided what
+        return RoutingSettings(**table)
 
 
 class Upstream(Struct, frozen=True, forbid_unknown_fields=True):
@@ -135,7 +139,7 @@ def load(path: Path) -> Config:
 
 
 def checked(config: Config) -> Config:
-    """The same configuration with normalised URLs. Raises `ConfigError` for a URL that is wrong or listed twice."""
+    """The same configuration with normalised URLs. Raises `ConfigError` for a wrong URL, or what is listed twice."""
     replicas = [msgspec.structs.replace(replica, url=replica_url(replica.url)) for replica in config.replicas]
     seen: set[str] = set()
     for replica in replicas:
@@ -144,7 +148,9 @@ def checked(config: Config) -> Config:
         seen.add(replica.url)
     discovery = config.discovery
     if discovery.dns is not None:
-        discovery = msgspec.structs.replace(discovery, dns=replica_url(discovery.dns))
+        discovery = msgspec.structs.replace(discovery, dns=replica_url(discovery.dns, "discovery.dns"))
+    if repeated := [name for name in config.routing.shadow if config.routing.shadow.count(name) > 1]:
+        raise ConfigError(f"routing.shadow: {repeated[0]} is listed twice")
     return msgspec.structs.replace(config, replicas=replicas, discovery=discovery)
 
 
@@ -159,6 +165,7 @@ def policy_name(text: str) -> PolicyName:
 _UNKNOWN_KEY = re.compile(r"Object contains unknown field `(?P<key>[^`]*)`(?: - at `\$\.?(?P<table>.*)`)?$")
 _WRONG_VALUE = re.compile(r"(?P<problem>.*) - at `\$\.?(?P<key>.*)`$")
 
+_NO_CHOICE = re.compile(r"Invalid enum value (?P<value>.*) - at `\$\.?(?P<key>.*)`$")
 
 def explained(message: str) -> str:
     """msgspec's validation message with the path of the key in front, as it is written in TOML."""
@@ -167,11 +174,22 @@ def explained(message: str) -> str:
         return f"unknown key {table}{found['key']}"
     if found := _WRONG_VALUE.match(message):
         return f"{found['key']}: {found['problem'][0].lower()}{found['problem'][1:]}"
+    if found := _NO_CHOICE.match(message):
+        return f"{found['key']}: {found['value']} is none of {', '.join(choices_at(found['key']))}"
     return message
 
 
 _HOST = re.compile(r"[A-Za-z0-9_.:%-]+")
 _NAME = re.compile(r"([A-Za-z0-9_-]{1,63}\.)*[A-Za-z0-9_-]{1,63}\.?")
+def choices_at(key: str) -> tuple[str, ...]:
+    """What may stand at the path of a key: `routing.policy`, or `routing.shadow[1]` in a list."""
+    kind: Any = Config
+    for name in re.sub(r"\[[^]]*\]", "", key).split("."):
+        kind = next(field.type for field in msgspec.structs.fields(kind) if field.name == name)
+        kind = get_args(kind)[0] if get_origin(kind) in (list, tuple) else kind
+    return get_args(kind)
+
+
 
 
 def is_host(text: str) -> bool:
@@ -179,16 +197,17 @@ def is_host(text: str) -> bool:
     return bool((_HOST if ":" in text else _NAME).fullmatch(text))
 
 
-def replica_url(text: str) -> str:
-    """Normalised base URL of a replica: `http://host:port`, no trailing slash. Raises `ConfigError`."""
+def replica_url(text: str, called: str = "replica URL") -> str:
+    """Normalised base URL of a replica: `http://host:port`, no trailing slash. Raises `ConfigError`, with what the
+    URL is `called`."""
     try:
         parts = urlsplit(text)
         port = parts.port
     except ValueError as error:
-        raise ConfigError(f"replica URL {text!r}: {error}") from error
+        raise ConfigError(f"{called} {text!r}: {error}") from error
     if parts.scheme != "http" or not parts.hostname or not is_host(parts.hostname) or port == 0:
-        raise ConfigError(f"replica URL {text!r}: expected http://HOST[:PORT]")
+        raise ConfigError(f"{called} {text!r}: expected http://HOST[:PORT]")
     if parts.path.rstrip("/") or parts.query or parts.fragment or "@" in parts.netloc:
-        raise ConfigError(f"replica URL {text!r}: only http://HOST[:PORT], without path, query or user")
+        raise ConfigError(f"{called} {text!r}: only http://HOST[:PORT], without path, query or user")
     host = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
     return f"http://{host}:{port or 80}"

@@ -52,6 +52,7 @@ def test_a_whole_file_is_read(write):
             dns = "http://vllm.default.svc:8000/"
             [routing]
             policy = "least-work"
+            shadow = ["cache-cost", "random"]
             [feeds]
             scrape_interval_seconds = 0.25
             """
@@ -62,6 +63,7 @@ def test_a_whole_file_is_read(write):
     assert config.replicas[0].prefill_rate == 39_000.0
     assert config.discovery.dns == "http://vllm.default.svc:8000"
     assert config.routing.settings().policy == "least-work"
+    assert config.routing.shadow == ("cache-cost", "random")
     assert config.feeds.scrape_interval_seconds == 0.25
 
 
@@ -84,10 +86,15 @@ def test_every_policy_of_the_core_can_be_configured():
         ("[server]\nport = 65536", "server.port: expected `int` <= 65535"),
         ("[routing]\nmax_wait_seconds = nan", "routing.max_wait_seconds: expected `float` > 0.0"),
         ("[routing]\ndefault_prefill_rate = inf", "routing.default_prefill_rate: expected `float` <= 1000000000.0"),
-        ('[routing]\npolicy = "fastest"', "routing.policy: invalid enum value 'fastest'"),
+        ('[routing]\npolicy = "fastest"', f"routing.policy: 'fastest' is none of {', '.join(POLICY_NAMES)}"),
+        ('[routing]\nshadow = ["random", "x"]', f"routing.shadow[1]: 'x' is none of {', '.join(POLICY_NAMES)}"),
+        ('[routing]\nshadow = ["random", "random"]', "routing.shadow: random is listed twice"),
+        ('[routing]\nshadow = "random"', "routing.shadow: expected `array`, got `str`"),
+        ('[server]\nlog = "xml"', "server.log: 'xml' is none of json, off"),
         ('[[replicas]]\nurl = "http://a"\n[[replicas]]\nurl = "http://A:80/"', "replicas: http://a:80 is listed twice"),
         ("a = " + "[" * 5_000 + "]" * 5_000, "not TOML: nested too deeply"),
-        ('[discovery]\ndns = "vllm:8000"', "replica URL 'vllm:8000': expected http://HOST[:PORT]"),
+        ('[discovery]\ndns = "vllm:8000"', "discovery.dns 'vllm:8000': expected http://HOST[:PORT]"),
+        ('[[replicas]]\nurl = "vllm:8000"', "replica URL 'vllm:8000': expected http://HOST[:PORT]"),
     ],
 )
 def test_a_wrong_key_or_value_is_named_with_its_path(write, text, message):
