@@ -22,6 +22,7 @@ class Common(Struct, kw_only=True):
     """Fields that every generating endpoint shares. `object` where a wrong type must not spoil the rest."""
 
     model: object = None
+    stream: object = None
     tools: Raw = EMPTY
     cache_salt: object = None
     prompt_cache_key: object = None

@@ -82,9 +82,9 @@ def parse(
 ) -> RouteRequest:
     """Read a body for routing. `session` is the client's `x-session-id`. Raises `NotJson`."""
     if shape is Shape.NONE:
-        return RouteRequest(pinned=pinned)
+        return RouteRequest(streams=False, pinned=pinned)
     if shape is Shape.FORM:
-        return RouteRequest(model=form_model(body), length=len(body), session=session)
+        return RouteRequest(model=form_model(body), length=len(body), session=session, streams=False)
     read = READERS.get(shape)
     try:
         if read is not None:
@@ -104,7 +104,7 @@ def unshaped(body: bytes, session: str | None, pinned: ReplicaId | None) -> Rout
         model = None  # a list, a string, null: the replica will say what is wrong
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
         raise NotJson(reason(error)) from error
-    return RouteRequest(model=text(model), length=len(body), session=session, pinned=pinned)
+    return RouteRequest(model=text(model), length=len(body), session=session, streams=False, pinned=pinned)
 
 
 def reason(error: Exception) -> str:
@@ -243,6 +243,7 @@ def finished(
         session=session or text(body.prompt_cache_key) or text(body.user),
         max_output_tokens=count(max_tokens),
         samples=count(body.n) or 1,
+        streams=body.stream is True,
         pinned=pinned,
     )
 

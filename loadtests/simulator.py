@@ -265,21 +265,26 @@ class Simulator:
         self._release(now)
 
     def _dispatch(self, trip: Trip, now: float, tried: Sequence[ReplicaId] = ()) -> None:
-        try:
-            decision = self.router.decide(trip.route, now, tried)
-        except NoReplica:
-            self._give_up(trip, now)
-            return
+        flight = None if trip.ticket is None or tried else trip.ticket.take_flight()
+        if flight is None:
+            try:
+                decision = self.router.decide(trip.route, now, tried)
+            except NoReplica:
+                self._give_up(trip, now)
+                return
+            flight = self.router.start(decision, now)
+        decision, trip.flight = flight.decision, flight
         trip.predicted_tokens = decision.view.cached_tokens
         trip.longest_tokens = max([view.cached_tokens for view, _ in decision.ranking])
         trip.place = self._place_of[decision.replica]
-        trip.flight = self.router.start(decision, now)
         self._travel(now, lambda now: self._deliver(trip, now))
 
     def _first_token(self, trip: Trip, now: float) -> None:
         assert trip.flight is not None
         trip.first_token_at = now
         trip.flight.first_token(now)
+        if self._at_door:
+            self._release(now)
 
     def _end(self, trip: Trip, now: float) -> None:
         assert trip.flight is not None

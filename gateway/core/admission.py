@@ -6,18 +6,23 @@ short requests overtake long ones, and waiting makes up for it: nobody starves.
 
 A ticket is held from `admit` until `leave`, whatever happened in between. Leaving twice is harmless. To be fast with
 many waiting, each tenant's queue keeps one first-come line for each power of two of s: within a line the oldest has the
-highest ratio (to within the width of the line), so only the heads are compared. Tenants stand in a heap whose outdated
-entries are skipped. Tickets that left are skipped when they come to the head of their line.
+highest ratio (to within the width of the line), so only the heads are compared. Tickets that left are skipped when they
+come to the head of their line.
+
+The door itself knows no replicas. With late binding the router asks for the next few in turn and lets in those that a
+replica can begin with; such a ticket is *bound*, it carries its flight.
 """
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
-from heapq import heappop, heappush
+from heapq import heapify, heappop, heapreplace
 from math import frexp
 
+from gateway.core.flight import Flight
 from gateway.core.model import RouteRequest
 
 LEAST_PREFILL_SECONDS = 0.02
@@ -39,7 +44,7 @@ class TicketState(Enum):
 class Ticket:
     """One request at the door."""
 
-    __slots__ = ("_admission", "arrived_at", "prefill_seconds", "request", "retry_after", "state")
+    __slots__ = ("_admission", "_flight", "arrived_at", "prefill_seconds", "request", "retry_after", "state")
 
     def __init__(self, admission: Admission, request: RouteRequest, prefill_seconds: float, now: float) -> None:
         self._admission = admission
@@ -49,6 +54,7 @@ class Ticket:
         self.state = TicketState.WAITING
         self.retry_after: float | None = None
         """Seconds, once it was shed."""
+        self._flight: Flight | None = None
 
     def __repr__(self) -> str:
         return f"<Ticket {self.state.value} of {self.request.tenant!r} since {self.arrived_at:.3f}>"
@@ -56,8 +62,19 @@ class Ticket:
     def ratio(self, now: float) -> float:
         return (now - self.arrived_at + self.prefill_seconds) / self.prefill_seconds
 
+    def bind(self, flight: Flight) -> None:
+        """Let in for one replica, with everything booked there already."""
+        self._flight = flight
+
+    def take_flight(self) -> Flight | None:
+        """The flight that it was bound to, once: the caller sends and finishes it. `None`: decide, and start one."""
+        flight, self._flight = self._flight, None
+        return flight
+
     def leave(self, now: float) -> None:
         """The request is over, or its client has gone. Call it in a `finally`; repeating it changes nothing."""
+        if (flight := self.take_flight()) is not None:
+            flight.withdraw(now)
         self._admission.leave(self, now)
 
 
@@ -129,21 +146,27 @@ class Tenant:
                 self.stored -= 1
         return max((line[-1] for line in self.lines.values() if line), key=lambda ticket: ticket.arrived_at)
 
-    def take(self, now: float) -> Ticket:
-        """Remove the waiting ticket with the highest response ratio; there is one."""
-        best: deque[Ticket] | None = None
+    def in_turn(self, now: float) -> Iterator[Ticket]:
+        """Waiting tickets, highest response ratio first. Nothing may come or go while they are asked for."""
+        heads: list[tuple[Ticket, Iterator[Ticket]]] = []
         for size, line in list(self.lines.items()):
             while line and line[0].state is not TicketState.WAITING:
                 line.popleft()
                 self.stored -= 1
-            if not line:
+            if line:
+                rest = iter(line)
+                heads.append((next(rest), rest))
+            else:
                 del self.lines[size]
-            elif best is None or line[0].ratio(now) > best[0].ratio(now):
-                best = line
-        assert best is not None, "take() on a tenant without waiting tickets"
-        self.waiting -= 1
-        self.stored -= 1
-        return best.popleft()
+        while heads:
+            best = max(range(len(heads)), key=lambda place: heads[place][0].ratio(now))
+            ticket, rest = heads[best]
+            yield ticket
+            following = next((ticket for ticket in rest if ticket.state is TicketState.WAITING), None)
+            if following is None:
+                del heads[best]
+            else:
+                heads[best] = (following, rest)
 
 
 def is_mostly_gone(stored: int, waiting: int) -> bool:
@@ -164,7 +187,6 @@ class Admission:
         self.in_flight = 0
         self.waiting = 0
         self._rooms: dict[int, dict[str, Tenant]] = {}  # by priority, then tenant; only where somebody waits
-        self._heaps: dict[int, list[tuple[int, int, str]]] = {}  # by priority: (in flight, served, tenant)
         self._arrivals: deque[Ticket] = deque()  # all that waited, in order of arrival, for time-outs
         self._in_flight_of: dict[str, int] = {}  # tenants with any
         self._served_at: dict[str, int] = {}  # tenants in flight or waiting: sequence number of the last one admitted
@@ -184,10 +206,15 @@ class Admission:
         return self.waiting > 0 or self.in_flight >= self._max_in_flight
 
     def admit(self, request: RouteRequest, prefill_seconds: float, now: float) -> Admitted | Waiting | Shed:
+        if self.is_crowded:
+            return self.wait(request, prefill_seconds, now)
         ticket = Ticket(self, request, prefill_seconds, now)
-        if not self.is_crowded:
-            self._enter(ticket)
-            return Admitted(ticket)
+        self._enter(ticket)
+        return Admitted(ticket)
+
+    def wait(self, request: RouteRequest, prefill_seconds: float, now: float) -> Waiting | Shed:
+        """It must wait, though there may be room."""
+        ticket = Ticket(self, request, prefill_seconds, now)
         if self.waiting >= self._max_waiting and not self._make_room_for(request):
             return Shed(ticket, self._shed(ticket))
         self._wait(ticket)
@@ -195,12 +222,51 @@ class Admission:
 
     def release(self, now: float) -> Release:
         """Admit as many as there is room for, and shed who waited too long."""
-        shed, self._displaced = self._displaced + self._overdue(now), []
+        shed = self.turned_away(now)
         ready: list[Ticket] = []
         while self.waiting and self.in_flight < self._max_in_flight:
-            ready.append(self._next(now))
-        again_at = self._arrivals[0].arrived_at + self._max_wait_seconds if self.waiting else None
-        return Release(ready, again_at, shed)
+            ready += self.next_in_turn(now, 1)
+            self.let_in(ready[-1])
+        return Release(ready, self.next_overdue_at, shed)
+
+    def turned_away(self, now: float) -> list[Ticket]:
+        """Those shed since the last call: they waited too long, or had to make room."""
+        shed, self._displaced = self._displaced + self._overdue(now), []
+        return shed
+
+    @property
+    def next_overdue_at(self) -> float | None:
+        return self._arrivals[0].arrived_at + self._max_wait_seconds if self.waiting else None
+
+    @property
+    def room(self) -> int:
+        """How many more may be in flight."""
+        return self._max_in_flight - self.in_flight
+
+    def next_in_turn(self, now: float, limit: int) -> list[Ticket]:
+        """The waiting tickets in the order in which they would go if there were room for `limit`. All stay."""
+        found: list[Ticket] = []
+        for priority in sorted(self._rooms, reverse=True):
+            room = self._rooms[priority]
+            lines = {name: tenant.in_turn(now) for name, tenant in room.items()}
+            heap = [self._standing(name) for name in room]
+            heapify(heap)
+            while heap:
+                if len(found) == limit:
+                    return found
+                in_flight, served, name = heap[0]
+                ticket = next(lines[name], None)
+                if ticket is None:
+                    heappop(heap)
+                else:
+                    found.append(ticket)
+                    heapreplace(heap, (in_flight + 1, served, name))
+        return found
+
+    def let_in(self, ticket: Ticket) -> None:
+        """A waiting ticket need not wait any longer."""
+        self._gone(ticket)
+        self._enter(ticket)
 
     def leave(self, ticket: Ticket, now: float) -> None:
         if ticket.state is TicketState.ADMITTED:
@@ -227,7 +293,6 @@ class Admission:
         room = self._rooms.setdefault(priority, {})
         if name not in room:
             room[name] = Tenant()
-            self._queue_tenant(priority, name)
         room[name].put(ticket)
         self._arrivals.append(ticket)
         self.waiting += 1
@@ -266,32 +331,11 @@ class Admission:
             self._in_flight_of[tenant] = count
         else:
             del self._in_flight_of[tenant]
-        waits = False
-        for priority, room in self._rooms.items():
-            if tenant in room:
-                waits = True
-                self._queue_tenant(priority, tenant)
-        if not count and not waits:
+        if not count and not any(tenant in room for room in self._rooms.values()):
             self._served_at.pop(tenant, None)
 
     def _standing(self, tenant: str) -> tuple[int, int, str]:
         return self._in_flight_of.get(tenant, 0), self._served_at.get(tenant, 0), tenant
-
-    def _queue_tenant(self, priority: int, tenant: str) -> None:
-        heap = self._heaps.setdefault(priority, [])
-        if len(heap) > 4 * len(self._rooms[priority]) + 64:  # mostly outdated: start afresh
-            heap[:] = sorted(self._standing(name) for name in self._rooms[priority])
-        heappush(heap, self._standing(tenant))
-
-    def _next(self, now: float) -> Ticket:
-        priority = max(self._rooms)
-        room, heap = self._rooms[priority], self._heaps[priority]
-        while heap[0][2] not in room or heap[0] != self._standing(heap[0][2]):
-            heappop(heap)
-        ticket = room[heap[0][2]].take(now)
-        self._emptied(priority, ticket.request.tenant)
-        self._enter(ticket)
-        return ticket
 
     def _gone(self, ticket: Ticket) -> None:
         """A waiting ticket will not be served; its line skips it later."""
@@ -306,7 +350,7 @@ class Admission:
         if not room[tenant].waiting:
             del room[tenant]
             if not room:
-                del self._rooms[priority], self._heaps[priority]
+                del self._rooms[priority]
             if tenant not in self._in_flight_of and not any(tenant in other for other in self._rooms.values()):
                 self._served_at.pop(tenant, None)
         if not self.waiting:

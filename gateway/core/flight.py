@@ -21,8 +21,10 @@ class Flight:
         "_booking",
         "_matched",
         "_record",
+        "_sent",
         "_settle",
         "cached_tokens",
+        "decision",
         "finished",
         "first_token_at",
         "request",
@@ -33,6 +35,8 @@ class Flight:
     def __init__(self, settle: Settle, replica: Replica, decision: Decision, ahead_tokens: float, now: float) -> None:
         view = decision.ranking[0][0]
         self._settle = settle
+        self._sent = True
+        self.decision = decision
         self.to = replica
         self.request = decision.request
         self.started_at = now
@@ -42,7 +46,7 @@ class Flight:
         """Predicted."""
         self._ahead_tokens = ahead_tokens
         uncached = view.prompt_tokens - view.cached_tokens
-        self._booking = replica.load.book(view.prompt_tokens, uncached, now)
+        self._booking = replica.load.book(view.prompt_tokens, uncached, now, decision.request.streams)
         self._matched, self._record = replica.index.touch(decision.request.blocks, now)
 
     @property
@@ -67,10 +71,15 @@ class Flight:
         self.finished = True
         self.to.load.release(self._booking, now, ran=outcome is Outcome.COMPLETED)
         if self._record is not None:
-            if self.first_token_at is None and outcome in NEVER_RAN:
+            if self.first_token_at is None and (outcome in NEVER_RAN or not self._sent):
                 self.to.index.take_back(self._record, self._matched)
             self._record = None
         self._settle(self, outcome, now, usage)
+
+    def withdraw(self, now: float) -> None:
+        """Its client left before anything was sent."""
+        self._sent = False
+        self.finish(Outcome.CLIENT_LEFT, now)
 
     def teach_rate(self, usage: Usage | None) -> None:
         """Tell the replica's rate what the time to first token says, with the replica's own counts where it gave

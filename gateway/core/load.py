@@ -42,12 +42,13 @@ RESIDENCE_STEP = 0.1
 class Booking:
     """What one flight occupies at its replica."""
 
-    __slots__ = ("prompt_tokens", "started_at", "uncached_tokens")
+    __slots__ = ("prompt_tokens", "started_at", "streams", "uncached_tokens")
 
-    def __init__(self, prompt_tokens: float, uncached_tokens: float, started_at: float) -> None:
+    def __init__(self, prompt_tokens: float, uncached_tokens: float, started_at: float, streams: bool) -> None:
         self.prompt_tokens = prompt_tokens
         self.uncached_tokens = uncached_tokens
         self.started_at = started_at
+        self.streams = streams
 
 
 class Load:
@@ -89,8 +90,8 @@ class Load:
 
     # ---- our own flights -------------------------------------------------------------------------------------------
 
-    def book(self, prompt_tokens: float, uncached_tokens: float, now: float) -> Booking:
-        booking = Booking(prompt_tokens, uncached_tokens, now)
+    def book(self, prompt_tokens: float, uncached_tokens: float, now: float, streams: bool = True) -> Booking:
+        booking = Booking(prompt_tokens, uncached_tokens, now, streams)
         if not self._pending:
             self._head_since = now
         self._pending[booking] = None
@@ -118,11 +119,27 @@ class Load:
 
     def queued_tokens(self, now: float, prefill_rate: float) -> float:
         """Uncached tokens of our flights that are not prefilled yet, if it works at that rate."""
-        if not self._pending:
+        pending = self._pending
+        while pending:
+            head = next(iter(pending))
+            tokens, done = head.uncached_tokens, (now - self._head_since) * prefill_rate
+            if done < tokens:
+                return max(0.0, self._pending_tokens - max(0.0, done))
+            if head.streams:
+                return max(0.0, self._pending_tokens - tokens)
+            # Nobody will tell when its prefill ends: time does.
+            since = self._head_since + tokens / prefill_rate
+            self.prefilled(head, since)
+        return 0.0
+
+    def seconds_until(self, tokens: float, now: float, prefill_rate: float) -> float | None:
+        """How long until no more than so many tokens are queued by the passing of time alone; `None`: it will not be,
+        a first token must be seen before."""
+        queued = self.queued_tokens(now, prefill_rate)
+        if queued <= tokens:
             return 0.0
-        head = next(iter(self._pending)).uncached_tokens
-        done = (now - self._head_since) * prefill_rate
-        return max(0.0, self._pending_tokens - (head if done > head else max(0.0, done)))
+        behind = self._pending_tokens - next(iter(self._pending)).uncached_tokens
+        return (queued - tokens) / prefill_rate if behind <= tokens else None
 
     def pending_tokens(self, now: float, prefill_rate: float) -> float:
         """The same, and while it refuses requests the work that would keep it busy until it is asked again."""

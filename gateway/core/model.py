@@ -46,6 +46,8 @@ class RouteRequest:
     max_output_tokens: int | None = None
     samples: int = 1
     """Completions asked for one prompt (`n`)."""
+    streams: bool = True
+    """The answer comes token by token, so the end of its prefill will be seen."""
     pinned: ReplicaId | None = None
     """The one replica that can serve it (it owns a stored response); no other is ever tried."""
 

@@ -84,6 +84,11 @@ class PrefillRate:
     def __repr__(self) -> str:
         return f"<PrefillRate {self.value:.0f}/s from {self.speed.count if self.speed else 0} flights>"
 
+    @property
+    def lessons(self) -> int:
+        """How often it was seen at work."""
+        return 0 if self.speed is None else self.speed.count
+
     def learn_flight(self, own_tokens: float, ahead_tokens: float, ttft_seconds: float) -> None:
         """Own uncached tokens and those booked ahead of them were all done when the first token came."""
         if own_tokens + ahead_tokens < MINIMUM_PREFILL_TOKENS or ahead_tokens > MAX_AHEAD_RATIO * own_tokens:

@@ -26,9 +26,10 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from gateway.core import filters
-from gateway.core.admission import Admission, Admitted, Release, Shed, Waiting
+from gateway.core import filters, holding
+from gateway.core.admission import Admission, Admitted, Release, Shed, Ticket, Waiting
 from gateway.core.flight import Flight
+from gateway.core.holding import Promises
 from gateway.core.model import (
     CacheCleared,
     Decision,
@@ -50,6 +51,7 @@ from gateway.core.model import (
     ReplicaView,
     RouteRequest,
     RouterStatistics,
+    RoutingError,
     Usage,
 )
 from gateway.core.ownership import Ownership
@@ -58,6 +60,7 @@ from gateway.core.policy import Policy, policy_named
 from gateway.core.prefix_index import PrefixIndex, match_length
 from gateway.core.rates import BytesPerToken, PrefillRates
 from gateway.core.replica import Replica
+from gateway.core.scorers import OUTPUT_RESERVE_TOKENS
 from gateway.core.settings import RoutingSettings
 
 __all__ = ["Flight", "Router"]
@@ -71,6 +74,7 @@ class Router:
 
     def __init__(self, settings: RoutingSettings, seed: int = 0) -> None:
         self._settings = settings
+        self._holds = settings.hold and settings.max_waiting > 0
         self._seed = seed
         self._policy = policy_named(settings.policy)
         self._replicas: dict[ReplicaId, Replica] = {}
@@ -116,19 +120,31 @@ class Router:
 
     def admit(self, request: RouteRequest, now: float) -> Admitted | Waiting | Shed:
         """May it be decided now? The ticket's `leave` must be called in the end, whatever the answer."""
-        prefill_seconds = 0.0
-        if self._admission.is_crowded:
-            ratio = self._bytes_per_token.of(request.model, request.space)
-            held = self._index.match_anywhere(request.blocks) * self._settings.block_bytes
-            rate = self._rates.typical() or self._settings.default_prefill_rate
-            prefill_seconds = (request.length - held) / ratio / rate
-        return self._admission.admit(request, prefill_seconds, now)
+        admission = self._admission
+        if admission.is_crowded:
+            return admission.wait(request, self._prefill_seconds(request), now)
+        if not self._holds or not request.length or self._everybody_can_begin(request, now):
+            return admission.admit(request, 0.0, now)
+        decision = self._wish(request, now, None)
+        if decision is None:
+            return admission.admit(request, 0.0, now)
+        if not self._can_begin(decision, now):
+            return admission.wait(request, self._prefill_seconds(request), now)
+        admitted = admission.admit(request, 0.0, now)
+        admitted.ticket.bind(self.start(decision, now))
+        return admitted
 
     def decide(
-        self, request: RouteRequest, now: float, exclude: Collection[ReplicaId] = (), policy: str | Policy | None = None
+        self,
+        request: RouteRequest,
+        now: float,
+        exclude: Collection[ReplicaId] = (),
+        policy: str | Policy | None = None,
+        promises: Promises | None = None,
     ) -> Decision:
         """Rank the replicas that may serve the request, without those in `exclude` (they were tried). Changes nothing.
 
+        `promises` count as if they were booked: the router's own planning gives them.
         Raises `UnknownModel`, `OwnerGone` (a pinned request) or `NoReplica`.
         """
         chosen = self._policy if policy is None else policy_named(policy) if isinstance(policy, str) else policy
@@ -137,13 +153,22 @@ class Router:
         else:
             candidates = self._candidates(request, now, exclude)
         views = self._views(candidates, request, now, chosen.reads_cache)
+        if promises:
+            views = [promises.seen(view) for view in views]
         draw = self._seed + self._started
         ranking = ranked(views, chosen.costs(request, views, draw), draw)
         return Decision(request, chosen.name, reason_of(request, ranking), ranking)
 
     def release(self, now: float) -> Release:
-        """Waiting requests that may be decided now, those that waited too long, and when to ask again."""
-        return self._admission.release(now)
+        """Waiting requests that may go on now, those that waited too long, and when to ask again.
+
+        With late binding those that may go on are started already: their tickets carry the flights.
+        """
+        if not self._holds:
+            return self._admission.release(now)
+        shed = self._admission.turned_away(now)
+        ready = self._bind(now) if self._admission.waiting else []
+        return Release(ready, self._ask_again_at(now), shed)
 
     def start(self, decision: Decision, now: float) -> Flight:
         """The request is being sent to `decision.replica`: book its work and its blocks.
@@ -194,6 +219,65 @@ class Router:
             started=self._started,
             bytes_per_token=self._bytes_per_token.statistics(),
         )
+
+    # ---- late binding ----------------------------------------------------------------------------------------------
+
+    def _prefill_seconds(self, request: RouteRequest) -> float:
+        """The request's own prefill where most of it is held."""
+        ratio = self._bytes_per_token.of(request.model, request.space)
+        held = self._index.match_anywhere(request.blocks) * self._settings.block_bytes
+        rate = self._rates.typical() or self._settings.default_prefill_rate
+        return (request.length - held) / ratio / rate
+
+    def _everybody_can_begin(self, request: RouteRequest, now: float) -> bool:
+        """Whoever is chosen: a quick look that spares most requests of a calm fleet the planning."""
+        tokens = request.length / self._bytes_per_token.of(request.model, request.space)
+        for replica in self._replicas.values():
+            load = replica.load
+            if load.in_flight and not (
+                load.in_flight_tokens + tokens + OUTPUT_RESERVE_TOKENS <= replica.cache_tokens
+                and holding.is_free(replica, now)
+            ):
+                return False
+        return True
+
+    def _wish(self, request: RouteRequest, now: float, promises: Promises | None) -> Decision | None:
+        """Where the request would go with these promises kept; `None` where `decide` explains why it goes nowhere."""
+        try:
+            return self.decide(request, now, promises=promises)
+        except RoutingError:
+            return None
+
+    def _can_begin(self, decision: Decision, now: float) -> bool:
+        return holding.has_room(decision.view) and holding.is_free(self._replicas[decision.replica], now)
+
+    def _bind(self, now: float) -> list[Ticket]:
+        """Let in, in turn, everybody whose choice of replica can begin with him; the others are promised theirs."""
+        admission, promises, ready = self._admission, Promises(), list[Ticket]()
+        free = {replica.id for replica in self._replicas.values() if holding.is_free(replica, now)}
+        waiting = admission.next_in_turn(now, holding.PLAN_REQUESTS) if free or not self._replicas else []
+        for ticket in waiting[: admission.room]:
+            decision = self._wish(ticket.request, now, promises)
+            if decision is not None and not (decision.replica in free and holding.has_room(decision.view)):
+                promises.promise(decision.view)
+                continue
+            admission.let_in(ticket)
+            ready.append(ticket)
+            if decision is not None:
+                ticket.bind(self.start(decision, now))
+                if not holding.is_free(self._replicas[decision.replica], now):
+                    free.discard(decision.replica)
+                    if not free:
+                        break
+        return ready
+
+    def _ask_again_at(self, now: float) -> float | None:
+        """When time alone lets somebody in, or makes somebody wait too long."""
+        overdue_at = self._admission.next_overdue_at
+        if overdue_at is None:
+            return None
+        seconds = [s for r in self._replicas.values() if (s := holding.free_in(r, now)) is not None and s > 0]
+        return min(overdue_at, now + max(min(seconds), holding.TICK_SECONDS)) if seconds else overdue_at
 
     # ---- inside ----------------------------------------------------------------------------------------------------
 

@@ -21,7 +21,7 @@ from gateway import prompt
 from gateway.config import Server as ServerConfig
 from gateway.config import Upstream as UpstreamConfig
 from gateway.core.flight import Flight
-from gateway.core.model import Decision, NoReplica, Outcome, ReplicaId, RouteRequest, RoutingError, Usage
+from gateway.core.model import NoReplica, Outcome, ReplicaId, RouteRequest, RoutingError, Usage
 from gateway.core.router import Router
 from gateway.prompt import Shape
 from gateway.proxy.endpoints import Endpoint
@@ -119,7 +119,7 @@ class FrontDoor:
             came = self.clock()
             ticket = await self.gate.enter(request)
             record.waited_seconds = self.clock() - came
-            await self._attempts(call, request, forwarding.lines, client, record)
+            await self._attempts(call, request, ticket.take_flight(), forwarding.lines, client, record)
         except asyncio.CancelledError:
             record.outcome = Outcome.CLIENT_LEFT.value
             raise
@@ -150,35 +150,48 @@ class FrontDoor:
             raise BadBody(str(error)) from error
 
     async def _attempts(
-        self, call: Call, request: RouteRequest, lines: bytes, client: Client, record: RequestRecord
+        self,
+        call: Call,
+        request: RouteRequest,
+        bound: Flight | None,
+        lines: bytes,
+        client: Client,
+        record: RequestRecord,
     ) -> None:
+        """Until one attempt has reached the client. `bound`: the gate has decided and started the first already."""
         excluded: set[ReplicaId] = set()
         last_error: UpstreamError | None = None
         replays = 0
         while True:
             try:
-                decision = self.router.decide(request, self.clock(), exclude=excluded)
+                flight = bound or self._start(request, excluded)
             except RoutingError as error:
                 raise last_error or error from None
-            last_error = await self._attempt(call, decision, lines, client, record)
+            last_error = await self._attempt(call, flight, lines, client, record)
             if last_error is None:
                 return
             if isinstance(last_error, ConnectionLost):
                 replays += 1
             if not last_error.replayable or replays > (1 if call.endpoint.stateless else 0):
                 raise last_error
-            excluded.add(decision.replica)
+            excluded.add(flight.replica)
+            bound = None
+
+    def _start(self, request: RouteRequest, excluded: set[ReplicaId]) -> Flight:
+        """Decide, and book. Raises `RoutingError`."""
+        now = self.clock()
+        return self.router.start(self.router.decide(request, now, exclude=excluded), now)
 
     async def _attempt(
-        self, call: Call, decision: Decision, lines: bytes, client: Client, record: RequestRecord
+        self, call: Call, flight: Flight, lines: bytes, client: Client, record: RequestRecord
     ) -> UpstreamError | None:
         """One flight. Returns the error when nothing has reached the client, else `None`."""
-        flight = self.router.start(decision, self.clock())
+        decision = flight.decision
         record.started(decision)
         outcome, usage = Outcome.FAILED, None
         relay: Relay | None = None
         try:
-            relay = await self._fly(call, decision, flight, lines, client, record)
+            relay = await self._fly(call, flight, lines, client, record)
             outcome, usage = relay.outcome, relay.usage()
         except ConnectFailed as error:
             return error
@@ -195,17 +208,15 @@ class FrontDoor:
             self.router.own(relay.response_id, decision.replica)
         return None
 
-    async def _fly(
-        self, call: Call, decision: Decision, flight: Flight, lines: bytes, client: Client, record: RequestRecord
-    ) -> Relay:
-        """Send the call to the decided replica and relay its answer. Raises `ConnectFailed`."""
-        upstream = self.upstream(decision.replica)
+    async def _fly(self, call: Call, flight: Flight, lines: bytes, client: Client, record: RequestRecord) -> Relay:
+        """Send the call to the flight's replica and relay its answer. Raises `ConnectFailed`."""
+        upstream = self.upstream(flight.replica)
         request_id = record.request_id.encode()
         head = request_head(call, upstream.host_header, lines, request_id)
         extra = [
             (b"x-request-id", request_id),
             (b"x-warmlane-replica", upstream.name),
-            (b"x-warmlane-cached-tokens", b"%d" % decision.cached_tokens),
+            (b"x-warmlane-cached-tokens", b"%d" % flight.decision.cached_tokens),
         ]
         # A kept connection may be dead, and what makes state must not be sent twice: it always gets a new one.
         kept = upstream.lease() if call.endpoint.stateless else None
@@ -214,6 +225,7 @@ class FrontDoor:
             relay = Relay(
                 client,
                 flight,
+                self.gate.first_token,
                 extra,
                 self.clock,
                 Completion(),

@@ -1,7 +1,8 @@
 """Where a request waits until the core lets it in.
 
-The core's `admit` and `release` decide; the gate only keeps one future for each waiting ticket and one timer. It adds
-nothing to a request that is admitted at once.
+The core's `admit` and `release` decide; the gate only keeps one future for each waiting ticket and one timer, and asks
+again whenever something may have changed: a first token, an end, a fact, the time that the core named. It adds nothing
+to a request that is admitted at once.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import asyncio
 from collections.abc import Callable
 
 from gateway.core.admission import Shed, Ticket, Waiting
+from gateway.core.flight import Flight
 from gateway.core.model import RouteRequest
 from gateway.core.router import Router
 from gateway.proxy.errors import Overloaded
@@ -34,6 +36,12 @@ class Gate:
 
     def leave(self, ticket: Ticket) -> None:
         ticket.leave(self._clock())
+        if self._waiting:
+            self.release()
+
+    def first_token(self, flight: Flight, now: float) -> None:
+        """The replica's first output came: it can begin with the next prompt."""
+        flight.first_token(now)
         if self._waiting:
             self.release()
 

@@ -69,6 +69,7 @@ class Relay:
         "_client",
         "_clock",
         "_extra_headers",
+        "_first_token",
         "_flight",
         "_head",
         "_last",
@@ -87,6 +88,7 @@ class Relay:
         self,
         client: Client,
         flight: Flight,
+        first_token: Callable[[Flight, float], None],
         extra_headers: list[Header],
         clock: Callable[[], float],
         finished: Completion[bool],
@@ -96,6 +98,7 @@ class Relay:
     ) -> None:
         self._client = client
         self._flight = flight
+        self._first_token = first_token
         self._extra_headers = extra_headers
         self._clock = clock
         self._anthropic = anthropic
@@ -201,7 +204,7 @@ class Relay:
             self.response_id = found[1].decode() if found else None
         if self._streaming and FIRST_TOKEN.search(data):
             self.first_token_at = self._clock()
-            self._flight.first_token(self.first_token_at)
+            self._first_token(self._flight, self.first_token_at)
 
     def _tail(self) -> bytes:
         return (self._previous + self._last)[-TAIL_BYTES:]

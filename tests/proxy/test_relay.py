@@ -52,6 +52,7 @@ def relayed(
     relay = Relay(
         client,
         flight,
+        Flight.first_token,
         [(b"x-request-id", b"r")],
         lambda: float(next(ticks)),
         Completion(),

@@ -1,0 +1,80 @@
+"""Late binding: a request is sent only when its replica can begin with it, and waits in the gateway until then.
+
+A queue inside an engine is first come, first served and final. A queue here is neither: short requests may overtake
+long ones, a replica that turns out faster takes more, a client that leaves has cost nobody anything, and a dead replica
+has little to lose. So a replica gets no more prefill than keeps it busy until the next word from it arrives, and no
+prompt that its KV cache has no room for. Who is held still counts: in the same planning his replica is promised to him,
+in work and in KV cache, so that others look elsewhere first.
+
+How fast a replica is, is learned, and at first a guess. While it is, more is sent ahead: to hold back too much costs
+idle engines, to hold back too little costs only the order.
+"""
+
+from __future__ import annotations
+
+from gateway.core.model import ReplicaId, ReplicaView
+from gateway.core.replica import Replica
+from gateway.core.scorers import OUTPUT_RESERVE_TOKENS
+
+SLOT_SECONDS = 0.1
+"""Prefill sent ahead: covers the way there and back and what the engine adds to a step."""
+GUESS_SECONDS = 1.0
+"""Sent ahead in addition as long as nothing was learned of the replica's rate; halved by each lesson."""
+PLAN_REQUESTS = 48
+"""Waiting requests that are looked at in one planning. More changed nothing."""
+
+TICK_SECONDS = 0.001
+"""Least time until a planning is worth repeating: what is due sooner than this is due by a rounding error."""
+
+
+class Promises:
+    """Prefill and KV cache that replicas owe to those who wait for them; made anew for each planning."""
+
+    __slots__ = ("_prompt_tokens", "_uncached_tokens")
+
+    def __init__(self) -> None:
+        self._uncached_tokens: dict[ReplicaId, float] = {}
+        self._prompt_tokens: dict[ReplicaId, float] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._prompt_tokens)
+
+    def promise(self, view: ReplicaView) -> None:
+        """The request whose view this is waits for that replica."""
+        id = view.replica
+        uncached = view.prompt_tokens - view.cached_tokens
+        self._uncached_tokens[id] = self._uncached_tokens.get(id, 0.0) + uncached
+        self._prompt_tokens[id] = self._prompt_tokens.get(id, 0.0) + view.prompt_tokens
+
+    def seen(self, view: ReplicaView) -> ReplicaView:
+        """The view with what is promised there counted as if it were sent."""
+        promised = self._prompt_tokens.get(view.replica)
+        if promised is None:
+            return view
+        return view._replace(
+            pending_tokens=view.pending_tokens + self._uncached_tokens[view.replica],
+            in_flight_tokens=view.in_flight_tokens + promised,
+        )
+
+
+def slot_tokens(replica: Replica) -> float:
+    """Prefill that may be pending at a replica when the next request is sent there."""
+    return (SLOT_SECONDS + GUESS_SECONDS * 0.5**replica.rate.lessons) * replica.rate.value
+
+
+def is_free(replica: Replica, now: float) -> bool:
+    """It could begin with something now."""
+    rate = replica.rate.value
+    return replica.load.pending_tokens(now, rate) <= slot_tokens(replica)
+
+
+def has_room(view: ReplicaView) -> bool:
+    """The prompt fits beside those in flight (and promised) there; alone it always does."""
+    if not view.in_flight:
+        return True
+    return view.in_flight_tokens + view.prompt_tokens + OUTPUT_RESERVE_TOKENS <= view.cache_tokens
+
+
+def free_in(replica: Replica, now: float) -> float | None:
+    """Seconds until it is free if nothing is heard from it before; `None`: it will not be."""
+    return replica.load.seconds_until(slot_tokens(replica), now, replica.rate.value)
