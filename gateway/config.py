@@ -78,6 +78,8 @@ class Routing(Struct, frozen=True, forbid_unknown_fields=True):
     index_memory_mib: Annotated[int, Meta(ge=1)] = CORE.index_memory_mib
     default_cache_tokens: Annotated[int, Meta(ge=1_024)] = CORE.default_cache_tokens
     default_prefill_rate: TokensPerSecond = CORE.default_prefill_rate
+    hold: bool = CORE.hold
+    """Late binding: a request waits here while the replica of its choice could not begin with it."""
     max_in_flight: Annotated[int, Meta(ge=1)] = CORE.max_in_flight
     max_waiting: Annotated[int, Meta(ge=0)] = CORE.max_waiting
     max_wait_seconds: Seconds = CORE.max_wait_seconds
@@ -163,24 +165,22 @@ def policy_name(text: str) -> PolicyName:
 
 
 _UNKNOWN_KEY = re.compile(r"Object contains unknown field `(?P<key>[^`]*)`(?: - at `\$\.?(?P<table>.*)`)?$")
+_NO_CHOICE = re.compile(r"Invalid enum value (?P<value>.*) - at `\$\.?(?P<key>.*)`$")
 _WRONG_VALUE = re.compile(r"(?P<problem>.*) - at `\$\.?(?P<key>.*)`$")
 
-_NO_CHOICE = re.compile(r"Invalid enum value (?P<value>.*) - at `\$\.?(?P<key>.*)`$")
 
 def explained(message: str) -> str:
     """msgspec's validation message with the path of the key in front, as it is written in TOML."""
     if found := _UNKNOWN_KEY.match(message):
         table = f"{found['table']}." if found["table"] else ""
         return f"unknown key {table}{found['key']}"
-    if found := _WRONG_VALUE.match(message):
-        return f"{found['key']}: {found['problem'][0].lower()}{found['problem'][1:]}"
     if found := _NO_CHOICE.match(message):
         return f"{found['key']}: {found['value']} is none of {', '.join(choices_at(found['key']))}"
+    if found := _WRONG_VALUE.match(message):
+        return f"{found['key']}: {found['problem'][0].lower()}{found['problem'][1:]}"
     return message
 
 
-_HOST = re.compile(r"[A-Za-z0-9_.:%-]+")
-_NAME = re.compile(r"([A-Za-z0-9_-]{1,63}\.)*[A-Za-z0-9_-]{1,63}\.?")
 def choices_at(key: str) -> tuple[str, ...]:
     """What may stand at the path of a key: `routing.policy`, or `routing.shadow[1]` in a list."""
     kind: Any = Config
@@ -190,6 +190,8 @@ def choices_at(key: str) -> tuple[str, ...]:
     return get_args(kind)
 
 
+_HOST = re.compile(r"[A-Za-z0-9_.:%-]+")
+_NAME = re.compile(r"([A-Za-z0-9_-]{1,63}\.)*[A-Za-z0-9_-]{1,63}\.?")
 
 
 def is_host(text: str) -> bool:
