@@ -32,6 +32,7 @@ from starlette.exceptions import HTTPException
 
 from gateway.config import Config
 from gateway.core.model import Decision, Fact, HealthState, ModelCard, ReplicaRemoved, RoutingError, UnknownModel
+from gateway.core.policy import policy_named
 from gateway.core.router import Router
 from gateway.feeds.discovery import Discovery
 from gateway.feeds.fetch import new_client
@@ -44,6 +45,7 @@ from gateway.proxy.control_connection import ControlConnection
 from gateway.proxy.endpoints import ENDPOINTS
 from gateway.proxy.errors import BadBody, BodyTooLarge, ErrorAnswer, NotFound, NotOpen, answer
 from gateway.proxy.front_door import FrontDoor
+from gateway.shadow import Shadows
 from gateway.telemetry import Telemetry
 
 FLUSH_SECONDS = 0.2
@@ -71,6 +73,9 @@ class Gateway:
             router=self.router,
             clock=self.clock,
         )
+        if config.routing.shadow:
+            shadows = [(policy_named(name), self.telemetry.shadow(name)) for name in config.routing.shadow]
+            self.router.before_start = Shadows(self.router, shadows).compare
         self.block_bytes = settings.block_bytes
         self.door = FrontDoor(
             self.router,

@@ -20,7 +20,15 @@ from prometheus_client import CollectorRegistry, ProcessCollector, generate_late
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from gateway.core.model import HealthState, Outcome, ReplicaId, ReplicaStatistics, RouteRequest, RouterStatistics
+from gateway.core.model import (
+    Decision,
+    HealthState,
+    Outcome,
+    ReplicaId,
+    ReplicaStatistics,
+    RouteRequest,
+    RouterStatistics,
+)
 from gateway.prefix_log import PrefixLog
 from gateway.request_log import RequestLog, RequestRecord
 
@@ -41,6 +49,10 @@ OVERHEAD_BOUNDS = (0.00005, 0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0
 """Seconds: the gateway's own work is a fraction of a millisecond; above a few, its event loop was late."""
 WAIT_BOUNDS = (0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 """Seconds: up to the longest that a request may wait."""
+REGRET_BOUNDS = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
+"""Seconds: from a tie to the prefill of a long prompt, weighted as policies do."""
+ERROR_BOUNDS = (-0.5, -0.2, -0.1, -0.05, -0.02, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
+"""Share of the prompt. Within 2 % is the grain of blocks; a tenth and more is a belief that misleads the policy."""
 
 Kind = Literal["counter", "gauge", "histogram"]
 
@@ -69,6 +81,33 @@ OVERHEAD_SECONDS = Family(
 WAIT_SECONDS = Family("histogram", "warmlane_wait_seconds", "Waits at the gate, of requests sent.", (), WAIT_BOUNDS)
 DECISIONS = Family("counter", "warmlane_decisions_total", "Routing decisions acted on.", ("policy", "reason"))
 CACHED_TOKENS = Family("counter", "warmlane_cached_tokens_total", "Prompt tokens in a prefix cache.", ("kind",))
+PREDICTION_ERROR = Family(
+    "histogram",
+    "warmlane_prediction_error_ratio",
+    "Predicted less reported cached tokens, by prompt.",
+    (),
+    ERROR_BOUNDS,
+)
+REPLICA_CACHED_TOKENS = Family(
+    "counter", "warmlane_replica_cached_tokens_total", "Prompt tokens in its prefix cache.", ("replica", "kind")
+)
+SHADOW_DECISIONS = Family(
+    "counter",
+    "warmlane_shadow_decisions_total",
+    "Decisions that a shadow policy was asked about.",
+    ("policy", "choice"),
+)
+SHADOW_REGRET_SECONDS = Family(
+    "histogram",
+    "warmlane_shadow_regret_seconds",
+    "Live policy's cost of another choice, less that of its own.",
+    ("policy",),
+    REGRET_BOUNDS,
+)
+SHADOW_CACHED_TOKENS = Family(
+    "counter", "warmlane_shadow_cached_tokens_total", "Predicted cached tokens of both choices.", ("policy", "kind")
+)
+SHADOW_FAILURES = Family("counter", "warmlane_shadow_failures_total", "Shadow policies that raised.", ("policy",))
 PROMPT_TOKENS = Family("counter", "warmlane_prompt_tokens_total", "Prompt tokens that replicas reported.", ("model",))
 COMPLETION_TOKENS = Family(
     "counter", "warmlane_completion_tokens_total", "Completion tokens that replicas reported.", ("model",)
@@ -117,6 +156,12 @@ FAMILIES: tuple[Family, ...] = (
     WAIT_SECONDS,
     DECISIONS,
     CACHED_TOKENS,
+    PREDICTION_ERROR,
+    REPLICA_CACHED_TOKENS,
+    SHADOW_DECISIONS,
+    SHADOW_REGRET_SECONDS,
+    SHADOW_CACHED_TOKENS,
+    SHADOW_FAILURES,
     PROMPT_TOKENS,
     COMPLETION_TOKENS,
     ATTEMPTS,
@@ -171,6 +216,41 @@ class ModelSeries:
         self.completion_tokens = 0
 
 
+class ShadowSeries:
+    """The series of one shadow policy (`gateway.shadow`)."""
+
+    __slots__ = ("cached_live", "cached_shadow", "failures", "other", "policy", "regret", "same")
+
+    def __init__(self, policy: str) -> None:
+        self.policy = policy
+        self.same = self.other = self.failures = 0
+        self.cached_live = self.cached_shadow = 0
+        self.regret = Histogram(REGRET_BOUNDS)
+
+    def agreed(self, live: Decision) -> None:
+        self.same += 1
+        self.cached_live += live.cached_tokens
+        self.cached_shadow += live.cached_tokens
+
+    def differed(self, live: Decision, shadow: Decision, regret_seconds: float) -> None:
+        self.other += 1
+        self.regret.observe(regret_seconds)
+        self.cached_live += live.cached_tokens
+        self.cached_shadow += shadow.cached_tokens
+
+    def failed(self) -> None:
+        self.failures += 1
+
+
+class CachedTokens:
+    """What was predicted and what was reported, of one replica, over the same requests."""
+
+    __slots__ = ("predicted", "reported")
+
+    def __init__(self) -> None:
+        self.predicted = self.reported = 0
+
+
 class Telemetry(Collector):
     """`request_ended` and `attempt_ended` count, `render` shows. One event loop calls all of it."""
 
@@ -195,6 +275,9 @@ class Telemetry(Collector):
         self._requests: dict[tuple[str, str, str, str], int] = defaultdict(int)
         self._decisions: dict[tuple[str, str], int] = defaultdict(int)
         self._cached: dict[tuple[str], int] = {("predicted",): 0, ("reported",): 0, ("unconfirmed",): 0}
+        self._cached_by: dict[str, CachedTokens] = {}
+        self._prediction_error = Histogram(ERROR_BOUNDS)
+        self._shadows: list[ShadowSeries] = []
         self._attempts: dict[tuple[ReplicaId, str], int] = defaultdict(int)
         self._overhead = Histogram(OVERHEAD_BOUNDS)
         self._wait = Histogram(WAIT_BOUNDS)
@@ -242,10 +325,28 @@ class Telemetry(Collector):
         else:  # both sides of the comparison over the same requests
             self._cached["predicted",] += record.cached_tokens_predicted
             self._cached["reported",] += record.cached_tokens
+            self._compare(record, record.cached_tokens)
+
+    def _compare(self, record: RequestRecord, reported: int) -> None:
+        """Predicted against reported: a wrong belief about a replica's cache shows here first."""
+        predicted = record.cached_tokens_predicted
+        by = self._cached_by.get(record.replica)
+        if by is None:
+            by = self._cached_by[record.replica] = CachedTokens()
+        by.predicted += predicted
+        by.reported += reported
+        if prompt_tokens := record.prompt_tokens or record.prompt_tokens_estimated:
+            self._prediction_error.observe(min(1.0, max(-1.0, (predicted - reported) / prompt_tokens)))
 
     def attempt_ended(self, replica: ReplicaId, outcome: Outcome) -> None:
         """One flight to one replica ended; a request has one or more."""
         self._attempts[replica, outcome.value] += 1
+
+    def shadow(self, policy: str) -> ShadowSeries:
+        """Where a shadow policy of this name is counted, from now on also on the page."""
+        series = ShadowSeries(policy)
+        self._shadows.append(series)
+        return series
 
     def flush(self) -> None:
         """Pass the log records on. To be called several times a second."""
@@ -275,6 +376,8 @@ class Telemetry(Collector):
         kept = frozenset(present)
         for key in [key for key in self._attempts if key[0] not in kept]:
             del self._attempts[key]
+        for replica in [replica for replica in self._cached_by if replica not in kept]:
+            del self._cached_by[replica]
 
     # -- the metrics page
 
@@ -291,6 +394,8 @@ class Telemetry(Collector):
         self._forget_replicas_except(one.replica for one in statistics.replicas)
         yield from self._request_families()
         yield from self._counter_families()
+        yield from self._prediction_families()
+        yield from self._shadow_families()
         yield from _router_families(statistics)
         yield from _replica_families(statistics.replicas)
 
@@ -313,6 +418,25 @@ class Telemetry(Collector):
         yield _counter(REQUEST_BYTES, {(): self._request_bytes})
         yield _counter(RESPONSE_BYTES, {(): self._response_bytes})
         yield _counter(LOG_RECORDS_LOST, {(): self._log.lost if self._log is not None else 0})
+
+    def _prediction_families(self) -> Iterator[Metric]:
+        both: dict[tuple[str, str], int] = {}
+        for replica, cached in self._cached_by.items():
+            both[replica, "predicted"] = cached.predicted
+            both[replica, "reported"] = cached.reported
+        yield _counter(REPLICA_CACHED_TOKENS, both)
+        yield _histogram(PREDICTION_ERROR, {(): self._prediction_error})
+
+    def _shadow_families(self) -> Iterator[Metric]:
+        choices: dict[tuple[str, str], int] = {}
+        cached: dict[tuple[str, str], int] = {}
+        for one in self._shadows:
+            choices[one.policy, "same"], choices[one.policy, "other"] = one.same, one.other
+            cached[one.policy, "live"], cached[one.policy, "shadow"] = one.cached_live, one.cached_shadow
+        yield _counter(SHADOW_DECISIONS, choices)
+        yield _histogram(SHADOW_REGRET_SECONDS, {(one.policy,): one.regret for one in self._shadows})
+        yield _counter(SHADOW_CACHED_TOKENS, cached)
+        yield _counter(SHADOW_FAILURES, {(one.policy,): one.failures for one in self._shadows})
 
 
 def _router_families(statistics: RouterStatistics) -> Iterator[Metric]:

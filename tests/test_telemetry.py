@@ -145,6 +145,54 @@ def test_predicted_and_reported_cached_tokens_are_compared_over_the_same_request
     assert value(telemetry, "warmlane_prompt_tokens_total", model="tiny") == 120
 
 
+def test_predicted_and_reported_cached_tokens_show_by_replica_and_as_an_error(router):
+    router.replicas = (replica_statistics(ONE), replica_statistics(TWO))
+    telemetry = Telemetry(router=router, log=None)
+    for predicted, reported in ((900, 896), (900, 400), (0, 100), (5000, 0)):
+        telemetry.request_ended(
+            ended(cached_tokens_predicted=predicted, cached_tokens=reported, prompt_tokens=1000, replica=ONE)
+        )
+    telemetry.request_ended(ended(cached_tokens_predicted=700, cached_tokens=None, replica=TWO))
+    telemetry.request_ended(
+        ended(cached_tokens_predicted=60, cached_tokens=50, prompt_tokens_estimated=100, replica=TWO)
+    )
+    name = "warmlane_replica_cached_tokens_total"
+    assert value(telemetry, name, replica=ONE, kind="predicted") == 6800
+    assert value(telemetry, name, replica=ONE, kind="reported") == 1396
+    assert value(telemetry, name, replica=TWO, kind="predicted") == 60
+    assert value(telemetry, name, replica=TWO, kind="reported") == 50
+    below = {
+        bound: value(telemetry, "warmlane_prediction_error_ratio_bucket", le=bound)
+        for bound in ("-0.2", "-0.1", "-0.02", "0.02", "0.1", "0.2", "0.5", "1.0", "+Inf")
+    }
+    assert list(below.values()) == [0, 1, 1, 2, 3, 3, 4, 5, 5]  # the last says more than the whole prompt
+    router.replicas = (replica_statistics(TWO),)
+    assert value(telemetry, name, replica=ONE, kind="predicted") is None
+    assert value(telemetry, name, replica=TWO, kind="predicted") == 60
+
+
+def test_the_answers_of_a_shadow_policy_are_counted(telemetry):
+    def decision(replica: ReplicaId, cached: float) -> Decision:
+        view = ReplicaView(replica, 120.4, cached, 0.0, 0, 0.0, 0.0, None, 4e5, 1e4, 0.0, 0.0, 0)
+        return Decision(RouteRequest(), "p", Reason.WARM, ((view, Cost(0.1, ())),))
+
+    series = telemetry.shadow("least-work")
+    labels = {"policy": "least-work"}
+    assert value(telemetry, "warmlane_shadow_decisions_total", choice="same", **labels) == 0
+    series.agreed(decision(ONE, 100.0))
+    series.differed(decision(ONE, 100.0), decision(TWO, 30.0), 0.3)
+    series.differed(decision(ONE, 0.0), decision(TWO, 0.0), 0.0)
+    series.failed()
+    assert value(telemetry, "warmlane_shadow_decisions_total", choice="same", **labels) == 1
+    assert value(telemetry, "warmlane_shadow_decisions_total", choice="other", **labels) == 2
+    assert value(telemetry, "warmlane_shadow_regret_seconds_sum", **labels) == 0.3
+    assert value(telemetry, "warmlane_shadow_regret_seconds_count", **labels) == 2
+    assert value(telemetry, "warmlane_shadow_regret_seconds_bucket", le="0.25", **labels) == 1
+    assert value(telemetry, "warmlane_shadow_cached_tokens_total", kind="live", **labels) == 200
+    assert value(telemetry, "warmlane_shadow_cached_tokens_total", kind="shadow", **labels) == 130
+    assert value(telemetry, "warmlane_shadow_failures_total", **labels) == 1
+
+
 def test_a_request_that_no_replica_got_is_no_decision(telemetry):
     telemetry.request_ended(ended(replica="", policy="", reason="", status=429, outcome="refused"))
     telemetry.request_ended(ended(replica="", policy="", reason="", status=503, outcome="refused"))

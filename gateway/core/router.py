@@ -24,7 +24,7 @@ started. One event loop owns a router, so no call needs a lock; the simulator dr
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from gateway.core import filters, holding
 from gateway.core.admission import Admission, Admitted, Release, Shed, Ticket, Waiting
@@ -87,6 +87,8 @@ class Router:
         self._in_flight = 0
         self._all_up: dict[str | None, list[Replica]] = {}
         """Candidates by model while every replica is up, so that time does not matter; emptied by every change."""
+        self.before_start: Callable[[Decision, float], None] | None = None
+        """Hears of each decision just before it is booked. Must not raise."""
 
     def __repr__(self) -> str:
         return f"<Router {self._policy.name}: {len(self._replicas)} replicas, {self._admission!r}, {self._index!r}>"
@@ -178,6 +180,8 @@ class Router:
         replica = self._replicas.get(decision.replica)
         if replica is None:
             raise NoReplica("The chosen replica was removed.")
+        if self.before_start is not None:
+            self.before_start(decision, now)
         self._started += 1
         self._in_flight += 1
         replica.started = self._started
@@ -195,6 +199,16 @@ class Router:
     def own(self, id: str, replica: ReplicaId) -> None:
         """`replica` has stored a response under `id`."""
         self._ownership.own(id, replica)
+
+    def reconsider(self, decision: Decision, now: float, policy: Policy) -> Decision:
+        """What another policy decides from what `decision` saw, as long as that one is not started. Changes nothing."""
+        request, views = decision.request, [view for view, _ in decision.ranking]
+        if policy.reads_cache and not policy_named(decision.policy).reads_cache:  # then they lack what it reads
+            candidates = [found for view in views if (found := self._replicas.get(view.replica)) is not None]
+            views = self._views(candidates, request, now, True)
+        draw = self._seed + self._started
+        ranking = ranked(views, policy.costs(request, views, draw), draw)
+        return Decision(request, policy.name, reason_of(request, ranking), ranking)
 
     def models(self) -> tuple[ModelCard, ...]:
         """What the fleet serves now: each model once, by id; its smallest context and earliest creation."""
