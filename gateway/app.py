@@ -39,12 +39,12 @@ from gateway.feeds.fetch import new_client
 from gateway.feeds.probes import Probes
 from gateway.feeds.replicas import Replicas
 from gateway.feeds.scrape import Scrape
-from gateway.prompt import NotJson, parse
 from gateway.proxy import asgi_client, http_client
 from gateway.proxy.control_connection import ControlConnection
 from gateway.proxy.endpoints import ENDPOINTS
 from gateway.proxy.errors import BadBody, BodyTooLarge, ErrorAnswer, NotFound, NotOpen, answer
-from gateway.proxy.front_door import FrontDoor
+from gateway.proxy.front_door import Call, FrontDoor, read_headers
+from gateway.proxy.upstream import Header
 from gateway.shadow import Shadows
 from gateway.telemetry import Telemetry
 
@@ -76,7 +76,6 @@ class Gateway:
         if config.routing.shadow:
             shadows = [(policy_named(name), self.telemetry.shadow(name)) for name in config.routing.shadow]
             self.router.before_start = Shadows(self.router, shadows).compare
-        self.block_bytes = settings.block_bytes
         self.door = FrontDoor(
             self.router,
             self.telemetry,
@@ -203,7 +202,7 @@ def build_api(gateway: Gateway) -> FastAPI:
             return response_of(answer(error), close=True)
         except asgi_client.ClientLeft:
             return Response(status_code=499)  # nobody reads it
-        return dry_run(gateway, body, path, request.headers.get("x-session-id"))
+        return dry_run(gateway, body, path, request.headers.raw)
 
     @api.exception_handler(HTTPException)
     async def refused(_: Request, error: HTTPException) -> Response:
@@ -236,16 +235,16 @@ def quiet_when_stopped(api: FastAPI) -> Any:
     return served
 
 
-def dry_run(gateway: Gateway, body: bytes, path: str, session: str | None) -> Response:
+def dry_run(gateway: Gateway, body: bytes, path: str, headers: list[Header]) -> Response:
+    """Read as the front door reads it, decided as the router decides now; nothing is booked."""
     endpoint = ENDPOINTS.get(path.encode())
     if endpoint is None:
         return response_of(answer(NotFound(f"Not an inference path: {path}")))
+    call = Call(b"POST", path.encode(), endpoint, headers, body, gateway.clock())
     try:
-        request = parse(body, endpoint.shape, block_bytes=gateway.block_bytes, session=session, pinned=None)
+        request = gateway.door.read(call, read_headers(headers))
         return JSONResponse(explained(gateway.router.decide(request, gateway.clock())))
-    except NotJson as error:
-        return response_of(answer(BadBody(str(error))))
-    except RoutingError as error:
+    except (BadBody, RoutingError) as error:
         return response_of(answer(error))
 
 

@@ -131,6 +131,9 @@ def route(
     url: Annotated[str, typer.Option("--url", metavar="URL", help="The gateway, e.g. http://127.0.0.1:8000.")],
     file: Annotated[Path | None, typer.Argument(metavar="FILE", help="Request body; stdin when absent.")] = None,
     as_json: Json = False,
+    session: Annotated[
+        str | None, typer.Option("--session", metavar="ID", help="As `x-session-id` of the request.")
+    ] = None,
 ) -> int:
     """Ask a gateway where it would send a request, and why. Sends nothing to a replica."""
     from gateway import dry_run
@@ -140,7 +143,7 @@ def route(
     except OSError as error:
         raise Refused(f"{file}: {error.strerror}") from error
     try:
-        answer = dry_run.ask(url, body)
+        answer = dry_run.ask(url, body, session)
     except dry_run.Unanswered as error:
         raise Refused(str(error), FAILED) from error
     print(answer.decode("utf-8", "replace") if as_json else dry_run.table(answer))

@@ -32,15 +32,18 @@ class Answer(Struct):
     ranking: list[Candidate]
 
 
-def ask(url: str, body: bytes) -> bytes:
-    """The gateway's answer as JSON. Raises `Unanswered`."""
+def ask(url: str, body: bytes, session: str | None = None) -> bytes:
+    """The gateway's answer as JSON; `session` is what the request's `x-session-id` would say. Raises `Unanswered`."""
+    headers = {b"content-type": b"application/json"}
+    if session is not None:
+        headers[b"x-session-id"] = session.encode("utf-8", "surrogateescape")  # the bytes that were typed
     try:
         with httpx.Client(trust_env=False, timeout=TIMEOUT_SECONDS) as client:
             answer = client.post(
                 f"{url.rstrip('/')}/warmlane/route",
                 content=body,
                 params={"path": path_of(body)},
-                headers={"Content-Type": "application/json"},
+                headers=headers,
             )
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         raise Unanswered(f"{url}: {error}") from error
