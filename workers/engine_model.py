@@ -9,20 +9,26 @@ target. That keeps batch-size effects and shared prefill steps as cheap as a con
 Time is an argument and only moves forward. A simulator asks `next_event`, a server sets a timer to it; both then call
 `advance`, which returns what happened, in order.
 
-What is simpler than in vLLM: KV blocks for the whole answer are reserved when a request leaves the queue (an answer's
-length is known here), so nothing is ever preempted; a prompt's last block that must be recomputed is not stored twice.
+KV blocks for the whole answer are reserved when a request leaves the queue (an answer's length is known here), so
+nothing is preempted. With `preempts` it is as in vLLM: a block is taken when a token needs it, and when none is free
+the request that left the queue last gives back all of its own. It goes to the head of the queue, and from there its
+prompt and what it had generated are prefilled again, less what is still cached.
+
+What is simpler than in vLLM: a prompt's last block that must be recomputed is not stored twice.
 """
 
 from __future__ import annotations
 
 import heapq
 import math
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from itertools import count
 from typing import NamedTuple
+
+from workers.prefix_cache import PrefixCache
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +53,9 @@ class EngineSettings:
     """Tokens of one step that prefill and decode share (vLLM's `max_num_batched_tokens`). `None`: no interference."""
     cache_generated: bool = True
     """Generated tokens fill prefix blocks too, as in vLLM."""
+    preempts: bool = False
+    """Blocks are taken as tokens are generated, and running requests preempted when none is free; otherwise a request
+    has room for its whole answer from the start."""
 
     @property
     def cache_blocks(self) -> int:
@@ -90,10 +99,15 @@ class EngineRequest:
     """Last token, or abort."""
     known_blocks: int = 0
     """Blocks found in the prefix cache; one more than it may use, perhaps."""
+    held_blocks: Sequence[int] = ()
+    """Blocks with an id that it holds: those of its prompt, and after a preemption those of its answer so far."""
     private_blocks: int = 0
     """Blocks without an id that it holds: a partial last block and room for the answer."""
-    decode_origin: float = 0.0
-    """Decode clock at its first token."""
+    decode_origin: float | None = None
+    """Decode clock at the first token since its (last) prefill; `None` before."""
+    preemptions: int = 0
+    resumed_tokens: int = 0
+    """Tokens that it had generated when it was last preempted: they are prefilled like its prompt."""
 
     @property
     def running(self) -> bool:
@@ -136,84 +150,6 @@ class EngineStatistics:
     evicted_blocks: int
 
 
-class PrefixCache:
-    """Blocks of one engine: *held* by running requests (counted references), or *idle*, least recently used first.
-
-    A request holds its chain from the root and gives it back tail first, so a block is never evicted before the blocks
-    that follow it: the cached part of any chain is a leading run. `private` blocks belong to one request and have no id
-    (its partial last block, the room for its answer).
-    """
-
-    def __init__(self, capacity_blocks: int) -> None:
-        self.capacity_blocks = capacity_blocks
-        self.private = 0
-        self.evicted = 0
-        self._held: dict[int, int] = {}
-        self._idle: OrderedDict[int, None] = OrderedDict()
-
-    @property
-    def shared(self) -> int:
-        """Blocks with an id that running requests hold."""
-        return len(self._held)
-
-    @property
-    def held(self) -> int:
-        return len(self._held) + self.private
-
-    @property
-    def cached(self) -> int:
-        return len(self._held) + len(self._idle)
-
-    def match(self, blocks: Sequence[int]) -> int:
-        """Length of the leading run of `blocks` that is cached."""
-        held, idle = self._held, self._idle
-        for place, block in enumerate(blocks):
-            if block not in held and block not in idle:
-                return place
-        return len(blocks)
-
-    def acquire(self, blocks: Sequence[int], private: int) -> bool:
-        """Hold `blocks` and `private` more, evicting what must go; or change nothing and say no."""
-        held, idle = self._held, self._idle
-        known = sum(map(held.__contains__, blocks))
-        if self.held + len(blocks) - known + private > self.capacity_blocks:
-            return False
-        for block in blocks:
-            if block in held:
-                held[block] += 1
-            else:
-                idle.pop(block, None)
-                held[block] = 1
-        self.private += private
-        for _ in range(self.held + len(idle) - self.capacity_blocks):
-            idle.popitem(last=False)
-            self.evicted += 1
-        return True
-
-    def release(self, blocks: Sequence[int], private: int, valid: int, generated: Sequence[int] = ()) -> None:
-        """Give back, tail first. The first `valid` of `blocks` hold computed tokens and stay cached; so does
-        `generated`, the ids of private blocks that generated tokens filled."""
-        held, idle = self._held, self._idle
-        self.private -= private
-        for block in reversed(generated):
-            if block not in held:
-                idle[block] = None
-                idle.move_to_end(block)
-        for position in range(len(blocks) - 1, -1, -1):
-            block = blocks[position]
-            references = held[block] - 1
-            if references:
-                held[block] = references
-                continue
-            del held[block]
-            if position < valid:
-                idle[block] = None
-
-    def clear(self) -> None:
-        """Forget what no running request holds."""
-        self._idle.clear()
-
-
 class EngineModel:
     """One engine; the module's text says how it moves."""
 
@@ -225,16 +161,19 @@ class EngineModel:
         self._order = count()
         self._waiting: deque[EngineRequest] = deque()
         self._withdrawn = 0  # aborted requests still in `_waiting`
-        self._running: set[EngineRequest] = set()
+        self._running: dict[EngineRequest, None] = {}  # who left the queue last is last
         self._prefilling: EngineRequest | None = None
         self._prefill_left = 0.0
+        self._prefill_since = 0.0
         self._starting: list[tuple[float, int, EngineRequest]] = []  # heap by time of the first token
         self._decoding: list[tuple[float, int, EngineRequest]] = []  # heap by the decode clock at the last token
+        self._growing: list[tuple[float, int, EngineRequest]] = []  # heap by the decode clock when a block is needed
         self._batch = 0  # live entries of `_decoding`
         self._decoded = 0.0  # the decode clock
+        self._share = 1.0
         self._prefill_speed, self._decode_speed = self._speeds()
         self._queries = self._hits = self._prompt_tokens = self._generation_tokens = 0
-        self._finished = self._aborted = 0
+        self._finished = self._aborted = self._preemptions = 0
 
     def __repr__(self) -> str:
         return f"<EngineModel t={self._now:.3f} running={self.running} waiting={self.waiting}>"
@@ -263,7 +202,6 @@ class EngineModel:
         if total > self.cache.capacity_blocks:
             raise ValueError(f"{request.prompt_tokens} + {request.output_tokens} tokens never fit into the KV cache")
         self._run_until(now)
-        request.private_blocks = total - len(request.blocks)
         request.phase, request.arrived_at = Phase.WAITING, now
         self._waiting.append(request)
         self._start_next()
@@ -273,6 +211,7 @@ class EngineModel:
         self._run_until(now)
         if request.phase is Phase.WAITING:
             self._withdrawn += 1
+            request.generated_tokens = request.resumed_tokens
         elif request.running:
             self._leave(request)
         else:
@@ -295,11 +234,17 @@ class EngineModel:
         """Tokens that it has made at `now`, a time not beyond the next event."""
         if request.ended_at is not None:
             return request.generated_tokens
-        if request.first_token_at is None:
-            return 0
+        if request.decode_origin is None:
+            return request.resumed_tokens
         clock = self._decoded + (now - self._now) * self._decode_speed
         # Rounding in the clock must not hide a token that is due exactly now.
-        return min(request.output_tokens, 1 + int(clock - request.decode_origin + 1e-6))
+        return min(request.output_tokens, request.resumed_tokens + 1 + int(clock - request.decode_origin + 1e-6))
+
+    def share_processor(self, share: float, now: float) -> None:
+        """From now on it computes at this share of its speeds."""
+        self._run_until(now)
+        self._share = share
+        self._prefill_speed, self._decode_speed = self._speeds()
 
     def clear_cache(self, now: float) -> None:
         """Forget every block that no running request holds, as vLLM's `/reset_prefix_cache` does."""
@@ -311,8 +256,11 @@ class EngineModel:
         size, used, generation = self.settings.block_size, self.cache.shared, self._generation_tokens
         for request in self._running:
             made = self.generated(request, now)
-            generation += made
-            used += -(-(request.prompt_tokens + max(0, made - 1)) // size) - len(request.blocks)
+            generation += made - request.resumed_tokens
+            if self.settings.preempts:  # what it holds is what it needs
+                used += request.private_blocks
+            else:
+                used += -(-(request.prompt_tokens + max(0, made - 1)) // size) - len(request.held_blocks)
         capacity = self.cache.capacity_blocks
         return EngineStatistics(
             running=self.running,
@@ -324,7 +272,7 @@ class EngineModel:
             prefix_hits=self._hits,
             prompt_tokens=self._prompt_tokens,
             generation_tokens=generation,
-            preemptions=0,
+            preemptions=self._preemptions,
             finished=self._finished,
             aborted=self._aborted,
             evicted_blocks=self.cache.evicted,
@@ -334,14 +282,14 @@ class EngineModel:
 
     def _speeds(self) -> tuple[float, float]:
         """Tokens per second of the running prefill, and of each decoding request, until the next event."""
-        settings, batch = self.settings, self._batch
+        settings, batch, share = self.settings, self._batch, self._share
         step_seconds = (1.0 + settings.decode_slowdown * max(0, batch - 1)) / settings.decode_rate
         if settings.step_tokens is None or self._prefilling is None or batch == 0:
-            return settings.prefill_rate, 1.0 / step_seconds
+            return share * settings.prefill_rate, share / step_seconds
         # Steps that carry both: one token for each decoding request, the rest of the budget for the prefill.
         prefill_tokens = max(1, settings.step_tokens - batch)
         step_seconds += prefill_tokens / settings.prefill_rate
-        return prefill_tokens / step_seconds, 1.0 / step_seconds
+        return share * prefill_tokens / step_seconds, share / step_seconds
 
     def _next(self) -> tuple[float | None, Callable[[], None]]:
         """Time of the next event, and what it does."""
@@ -349,8 +297,8 @@ class EngineModel:
         fire = self._finish_prefill
         if self._prefilling is not None:
             at = self._now + self._prefill_left / self._prefill_speed
-        for heap in (self._starting, self._decoding):
-            while heap and heap[0][2].phase is Phase.ABORTED:
+        for heap in (self._starting, self._decoding, self._growing):
+            while heap and heap[0][2].ended_at is not None:
                 heapq.heappop(heap)
         if self._starting and (at is None or self._starting[0][0] < at):
             at, fire = self._starting[0][0], self._make_first_token
@@ -358,6 +306,10 @@ class EngineModel:
             end = self._now + (self._decoding[0][0] - self._decoded) / self._decode_speed
             if at is None or end < at:
                 at, fire = end, self._finish_decode
+        if self._growing:
+            full = self._now + (self._growing[0][0] - self._decoded) / self._decode_speed
+            if at is None or full < at:
+                at, fire = full, self._grow
         # Rounding may put an event that is due now a hair before now.
         return (at if at is None else max(at, self._now)), fire
 
@@ -385,17 +337,35 @@ class EngineModel:
             self._withdrawn -= 1
         if self._waiting and self._prefilling is None and len(self._running) < self.settings.max_num_seqs:
             request, size = self._waiting[0], self.settings.block_size
-            request.known_blocks = self.cache.match(request.blocks)
-            if self.cache.acquire(request.blocks, request.private_blocks):
+            prefill_tokens = request.prompt_tokens + request.resumed_tokens
+            held = self._blocks_of(request)
+            # The last token of the answer is never fed back, and a first token needs no room beyond the prompt's.
+            end = prefill_tokens if self.settings.preempts else request.prompt_tokens + request.output_tokens - 1
+            private = -(-end // size) - len(held)
+            request.known_blocks = self.cache.match(held)
+            if self.cache.acquire(held, private):
                 self._waiting.popleft()
+                request.held_blocks, request.private_blocks = held, private
                 # At least the last token is computed, so a prompt of whole blocks never uses its last block.
-                self._start(request, min(request.known_blocks, (request.prompt_tokens - 1) // size) * size)
+                cached_tokens = min(request.known_blocks, (prefill_tokens - 1) // size) * size
+                self._prefilling, self._prefill_left = request, float(prefill_tokens - cached_tokens)
+                self._prefill_since = self._now
+                self._start(request, cached_tokens)
         self._prefill_speed, self._decode_speed = self._speeds()
 
+    def _blocks_of(self, request: EngineRequest) -> Sequence[int]:
+        """Blocks with an id that its prefill fills."""
+        if not request.resumed_tokens or not self.settings.cache_generated:
+            return request.blocks
+        full = (request.prompt_tokens + request.resumed_tokens) // self.settings.block_size
+        return [*request.blocks, *request.output_blocks[: full - len(request.blocks)]]
+
     def _start(self, request: EngineRequest, cached_tokens: int) -> None:
-        request.phase, request.started_at, request.cached_tokens = Phase.PREFILL, self._now, cached_tokens
-        self._running.add(request)
-        self._prefilling, self._prefill_left = request, float(request.prompt_tokens - cached_tokens)
+        request.phase = Phase.PREFILL
+        self._running[request] = None
+        if request.preemptions:  # it was counted, and its caller knows
+            return
+        request.started_at, request.cached_tokens = self._now, cached_tokens
         self._queries += request.prompt_tokens
         self._hits += cached_tokens
         self._steps.append(Step(self._now, Milestone.STARTED, request))
@@ -403,19 +373,58 @@ class EngineModel:
     def _finish_prefill(self) -> None:
         request = self._prefilling
         assert request is not None
-        assert request.started_at is not None
         self._prefilling, request.phase = None, Phase.DECODE
-        first = max(self._now, request.started_at + self.settings.first_token_floor_seconds)
+        first = max(self._now, self._prefill_since + self.settings.first_token_floor_seconds)
         heapq.heappush(self._starting, (first, next(self._order), request))
         self._start_next()
 
     def _make_first_token(self) -> None:
+        """The first one, or the first since a preemption."""
         request = heapq.heappop(self._starting)[2]
-        request.first_token_at, request.decode_origin = self._now, self._decoded
-        self._prompt_tokens += request.prompt_tokens
-        self._steps.append(Step(self._now, Milestone.FIRST_TOKEN, request))
+        request.decode_origin = self._decoded
+        if request.first_token_at is None:
+            request.first_token_at = self._now
+            self._prompt_tokens += request.prompt_tokens
+            self._steps.append(Step(self._now, Milestone.FIRST_TOKEN, request))
         self._batch += 1
-        heapq.heappush(self._decoding, (self._decoded + request.output_tokens - 1, next(self._order), request))
+        left = request.output_tokens - request.resumed_tokens - 1
+        heapq.heappush(self._decoding, (self._decoded + left, next(self._order), request))
+        self._plan_growth(request)
+        self._prefill_speed, self._decode_speed = self._speeds()
+
+    # ---- preemption --------------------------------------------------------------------------------------------------
+
+    def _plan_growth(self, request: EngineRequest) -> None:
+        """When its blocks are full and a further token must be fed back."""
+        assert request.decode_origin is not None
+        room = (len(request.held_blocks) + request.private_blocks) * self.settings.block_size - request.prompt_tokens
+        if room < request.output_tokens - 1:
+            at = request.decode_origin + room - request.resumed_tokens
+            heapq.heappush(self._growing, (at, next(self._order), request))
+
+    def _grow(self) -> None:
+        request = heapq.heappop(self._growing)[2]
+        while not self.cache.acquire((), 1):
+            youngest = next(reversed(self._running))
+            self._preempt(youngest)
+            if youngest is request:
+                return
+        request.private_blocks += 1
+        self._plan_growth(request)
+
+    def _preempt(self, request: EngineRequest) -> None:
+        """Back to the head of the queue, without blocks."""
+        self._leave(request)
+        # The last token is due now at the latest: it is made after the next prefill.
+        request.resumed_tokens = min(request.generated_tokens, request.output_tokens - 1)
+        self._generation_tokens -= request.generated_tokens - request.resumed_tokens
+        for heap in (self._starting, self._decoding, self._growing):
+            heap[:] = [entry for entry in heap if entry[2] is not request]
+            heapq.heapify(heap)
+        request.phase, request.decode_origin = Phase.WAITING, None
+        request.preemptions += 1
+        self._preemptions += 1
+        self._waiting.appendleft(request)
         self._prefill_speed, self._decode_speed = self._speeds()
 
     def _finish_decode(self) -> None:
@@ -429,20 +438,20 @@ class EngineModel:
         """Take a running request out and give its blocks back."""
         size = self.settings.block_size
         made = request.output_tokens if finished else self.generated(request, self._now)
-        valid, generated = len(request.blocks), request.output_blocks[:0]
+        valid, generated = len(request.held_blocks), request.output_blocks[:0]
         if request is self._prefilling:
-            computed = request.prompt_tokens - math.ceil(self._prefill_left)
+            computed = request.prompt_tokens + request.resumed_tokens - math.ceil(self._prefill_left)
             valid = max(request.known_blocks, computed // size)
             self._prefilling = None
-        elif made:
+        elif request.decode_origin is not None:
             self._batch -= 1
             if self.settings.cache_generated:
-                full = (request.prompt_tokens + made - 1) // size
-                generated = request.output_blocks[: full - len(request.blocks)]
-        self._running.remove(request)
+                full = (request.prompt_tokens + made - 1) // size - len(request.blocks)
+                generated = request.output_blocks[len(request.held_blocks) - len(request.blocks) : full]
+        del self._running[request]
         request.generated_tokens = made
-        self._generation_tokens += made
-        self.cache.release(request.blocks, request.private_blocks, valid, generated)
+        self._generation_tokens += made - request.resumed_tokens
+        self.cache.release(request.held_blocks, request.private_blocks, valid, generated)
         if not self._batch:
             self._decoded = 0.0  # nobody reads it now; small numbers keep it exact
 

@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from workers.engine_model import EngineModel, EngineRequest, EngineSettings, Milestone, Phase, PrefixCache
+from workers.engine_model import EngineModel, EngineRequest, EngineSettings, Milestone, Phase
+from workers.prefix_cache import PrefixCache
 
 SIZE = 10
 RATE = 1_000.0
@@ -256,6 +257,91 @@ def test_a_cleared_cache_keeps_only_what_is_held() -> None:
     assert model.cache.match(running.blocks) == 10
 
 
+# ---- preemption ------------------------------------------------------------------------------------------------------
+
+
+def test_who_left_the_queue_last_is_preempted_when_no_block_is_free() -> None:
+    """Ten blocks. Both prompts fill four, both answers need four more. At 0.24 s the first wants its sixth, and nobody
+    has one: the second, which has made nine tokens, gives back its five. The first ends at 0.84 s; by then it has
+    pushed out the tail of the second's prompt, so 49 tokens less two blocks are prefilled again, and 31 more made."""
+    model = engine(cache_tokens=100, preempts=True)
+    first, second = request(40, output=41, chain=1), request(40, output=41, chain=2)
+    for each in (first, second):
+        model.submit(each, 0.0)
+    model.advance(0.23)
+    assert (model.running, model.waiting) == (2, 0)
+    model.advance(0.25)
+    assert (model.running, model.waiting) == (1, 1)
+    assert model.generated(second, 0.25) == 9
+    assert model.statistics(0.25).kv_usage == pytest.approx(0.6)
+    steps = model.advance(FAR)
+    assert times(first) == pytest.approx((0.0, 0.04, 0.84))
+    assert times(second) == pytest.approx((0.04, 0.08, 0.84 + 0.029 + 31 / DECODE))
+    assert [step.milestone for step in steps if step.request is second] == [Milestone.ENDED]
+    assert (first.preemptions, second.preemptions, second.cached_tokens) == (0, 1, 0)
+    statistics = model.statistics(FAR)
+    assert (statistics.preemptions, statistics.generation_tokens, statistics.prompt_tokens) == (1, 82, 80)
+    assert (statistics.prefix_queries, model.cache.held) == (80, 0)
+
+
+def test_a_preempted_answer_is_found_in_the_cache() -> None:
+    """40 blocks, 30 of them prompts. At 0.8 s the second wants the 41st, and the third gives way with 26 tokens made.
+    At 0.84 s the first ends: the third finds its prompt and two blocks of its answer, and computes six tokens."""
+    model = engine(cache_tokens=400, preempts=True)
+    first, second = request(100, output=38, chain=1), request(100, output=60, chain=2)
+    third = request(100, output=101, chain=3, more=10)
+    for each in (first, second, third):
+        model.submit(each, 0.0)
+    model.advance(0.79)
+    assert third.preemptions == 0
+    model.advance(0.81)
+    assert (third.preemptions, third.resumed_tokens) == (1, 26)
+    model.advance(FAR)
+    assert second.ended_at == pytest.approx(0.2 + 59 / DECODE)
+    assert third.ended_at == pytest.approx(0.84 + 0.006 + 74 / DECODE)
+    assert model.cache.match([*third.blocks, *third.output_blocks]) == 20
+
+
+def test_a_preempted_request_may_be_aborted() -> None:
+    model = engine(cache_tokens=100, preempts=True)
+    first, second = request(40, output=41, chain=1), request(40, output=41, chain=2)
+    for each in (first, second):
+        model.submit(each, 0.0)
+    model.advance(0.25)
+    model.abort(second, 0.3)
+    model.advance(FAR)
+    assert (second.phase, second.generated_tokens, model.waiting) == (Phase.ABORTED, 9, 0)
+    assert model.statistics(FAR).generation_tokens == 41 + 9
+
+
+def test_without_reserving_more_requests_run_at_once() -> None:
+    running = []
+    for preempts in (False, True):
+        model = engine(cache_tokens=120, preempts=preempts)
+        for chain in range(1, 5):
+            model.submit(request(20, output=60, chain=chain), 0.0)
+        model.advance(0.1)
+        running.append(model.running)
+    assert running == [1, 4]
+
+
+# ---- a shared processor ----------------------------------------------------------------------------------------------
+
+
+def test_a_share_of_the_processor_slows_all_that_it_computes() -> None:
+    model, alone = engine(), request(500, output=101)
+    model.submit(alone, 0.0)
+    model.share_processor(0.5, 0.25)
+    model.share_processor(1.0, 0.35)
+    assert model.next_event() is not None
+    model.advance(1.0)
+    model.share_processor(0.25, 1.0)
+    model.advance(FAR)
+    # A quarter of a second at full speed, a tenth at half: 200 tokens are left. Decoding: 22.5 tokens until 1.0.
+    assert alone.first_token_at == pytest.approx(0.55)
+    assert alone.ended_at == pytest.approx(1.0 + (100 - 0.45 * DECODE) / (DECODE / 4))
+
+
 # ---- abort -----------------------------------------------------------------------------------------------------------
 
 
@@ -342,6 +428,21 @@ def test_times_equal_those_computed_by_hand_however_often_it_is_asked(
 
 
 @settings(deadline=None)
+@given(jobs=JOBS, slots=st.integers(1, 4))
+def test_taking_blocks_one_by_one_changes_nothing_while_there_are_enough(
+    jobs: list[tuple[float, int, int]], slots: int
+) -> None:
+    jobs.sort()
+    model = engine(cache_tokens=10_000_000, max_num_seqs=slots, preempts=True)
+    requests = [EngineRequest(prompt, output) for _, prompt, output in jobs]
+    for each, (arrival, _, _) in zip(requests, jobs, strict=True):
+        model.submit(each, arrival)
+    model.advance(FAR)
+    for each, expected in zip(requests, plain_times(jobs, slots), strict=True):
+        assert times(each) == pytest.approx(expected)
+
+
+@settings(deadline=None)
 @given(seed=st.integers(0, 10_000))
 def test_a_random_walk_leaves_nothing_behind(seed: int) -> None:
     """Requests of a few conversations come, finish and are aborted; blocks in use always fit, and end at none."""
@@ -352,9 +453,10 @@ def test_a_random_walk_leaves_nothing_behind(seed: int) -> None:
         decode_slowdown=random.choice([0.0, 0.1]),
         step_tokens=random.choice([None, 64]),
         first_token_floor_seconds=random.choice([0.0, 0.05]),
+        preempts=random.choice([False, True]),
     )
     living: list[EngineRequest] = []
-    now, everyone = 0.0, []
+    now, everyone, generated = 0.0, [], 0
     for _ in range(60):
         now += random.expovariate(4.0)
         if living and random.random() < 0.3:
@@ -365,9 +467,14 @@ def test_a_random_walk_leaves_nothing_behind(seed: int) -> None:
             model.submit(each, now)
             living.append(each)
             everyone.append(each)
+        if random.random() < 0.2:
+            model.share_processor(random.choice([1.0, 0.5, 0.1]), now)
         model.advance(now)
         assert model.cache.held + len(model.cache._idle) <= model.cache.capacity_blocks
-        assert 0.0 <= model.statistics(now).kv_usage <= 1.0
+        statistics = model.statistics(now)
+        assert 0.0 <= statistics.kv_usage <= 1.0
+        assert statistics.generation_tokens >= generated
+        generated = statistics.generation_tokens
         assert model.running <= 3
     steps = model.advance(now + FAR)
     assert [step.time for step in steps] == sorted(step.time for step in steps)
