@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gateway.core.load import FOREIGN_HALF_LIFE_SECONDS, Load
+from gateway.core.load import FOREIGN_HALF_LIFE_SECONDS, LATE_SECONDS, Load
 from gateway.core.model import LoadSnapshot
 
 RATE = 1_000.0
@@ -26,8 +26,69 @@ def test_the_prefill_at_the_head_makes_progress_but_is_not_over_before_its_first
     load.book(400, 400, 0.0)
     load.book(300, 300, 0.1)
     assert load.pending_tokens(0.25, RATE) == pytest.approx(450)
-    assert load.pending_tokens(9.0, RATE) == 300
+    assert load.pending_tokens(0.8, RATE) == 300
     assert load.pending_tokens(-1.0, RATE) == 700
+
+
+def test_a_first_token_that_is_late_is_expected_to_stay_late_as_long_again() -> None:
+    load = Load()
+    load.book(400, 400, 0.0)
+    load.book(300, 300, 0.1)
+    assert load.pending_tokens(0.4 + LATE_SECONDS, RATE) == pytest.approx(300)
+    assert load.pending_tokens(0.4 + LATE_SECONDS + 2.0, RATE) == pytest.approx(300 + 2.0 * RATE)
+
+
+def test_where_no_first_token_will_be_seen_prefills_end_by_time() -> None:
+    load = Load()
+    quiet = load.book(400, 400, 0.0, streams=False)
+    load.book(200, 200, 0.0, streams=False)
+    load.book(300, 300, 0.1)
+    assert load.pending_tokens(0.1, RATE) == pytest.approx(800)
+    assert load.pending_tokens(0.5, RATE) == pytest.approx(400)
+    assert load.pending_tokens(0.7, RATE) == pytest.approx(200)
+    load.release(quiet, 0.7, ran=True)
+    assert load.pending_tokens(0.7, RATE) == pytest.approx(200)
+    assert load.in_flight == 2
+
+
+def test_time_until_little_is_queued_is_known_unless_a_first_token_must_come_before() -> None:
+    load = Load()
+    assert load.seconds_until(100, 0.0, RATE) == 0.0
+    load.book(400, 400, 0.0)
+    assert load.seconds_until(100, 0.0, RATE) == pytest.approx(0.3)
+    assert load.seconds_until(100, 0.35, RATE) == 0.0
+    load.book(300, 300, 0.0)
+    assert load.seconds_until(100, 0.0, RATE) is None
+    assert load.seconds_until(300, 0.0, RATE) == pytest.approx(0.4)
+
+
+class TestKvShare:
+    def test_prompts_that_share_blocks_hold_less_than_they_add_up_to(self) -> None:
+        load = Load()
+        for _ in range(4):
+            load.book(10_000, 10_000, 0.0)
+        assert load.in_flight_tokens == 40_000
+        for i in range(200):
+            load.report(LoadSnapshot(0.5 * i, running=4, waiting=0, kv_usage=0.2, cache_tokens=100_000))
+        assert load.in_flight_tokens == pytest.approx(20_000, rel=0.01)
+
+    @pytest.mark.parametrize(
+        "unfit",
+        [{"waiting": 2}, {"kv_usage": None}, {"cache_tokens": None}, {"cache_tokens": 1_000_000}],
+        ids=["some hold nothing yet", "usage unknown", "size unknown", "too little to learn from"],
+    )
+    def test_learns_only_from_what_says_something(self, unfit: dict[str, int | None]) -> None:
+        load = Load()
+        load.book(40_000, 40_000, 0.0)
+        told: dict[str, object] = {"running": 4, "waiting": 0, "kv_usage": 0.2, "cache_tokens": 100_000, **unfit}
+        load.report(LoadSnapshot(0.5, **told))  # type: ignore[arg-type]
+        assert load.in_flight_tokens == 40_000
+
+    def test_one_absurd_answer_moves_it_little(self) -> None:
+        load = Load()
+        load.book(40_000, 40_000, 0.0)
+        load.report(LoadSnapshot(0.5, running=1, waiting=0, kv_usage=0.0, cache_tokens=100_000))
+        assert 0.9 * 40_000 < load.in_flight_tokens < 40_000
 
 
 def test_the_next_prefill_begins_when_the_one_before_ends() -> None:
