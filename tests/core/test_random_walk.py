@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from gateway.core.admission import Admitted, Ticket
 from gateway.core.flight import Flight
 from gateway.core.model import (
     CacheCleared,
@@ -21,6 +22,7 @@ from gateway.core.model import (
     ReplicaAdded,
     ReplicaId,
     ReplicaRemoved,
+    RouteRequest,
     RoutingError,
     Usage,
 )
@@ -37,18 +39,47 @@ class Walk:
         self.random = Random(seed)
         self.fleet = Fleet(3, policy, default_cache_tokens=20 * 128)
         self.flights: list[Flight] = []
+        self.tickets: list[Ticket] = []
+        """Of those who went through the door and have not left."""
 
     def step(self) -> None:
         self.fleet.now += self.random.expovariate(5.0)
-        self.random.choice([self.start, self.start, self.first_token, self.finish, self.observe])()
+        steps = [self.start, self.knock, self.knock, self.release, self.leave, self.first_token, self.finish]
+        self.random.choice([*steps, self.observe])()
+
+    def request(self) -> RouteRequest:
+        random = self.random
+        cut = random.randrange(len(TEXT))
+        key = TEXT[:cut] + text(random, random.choice((0, 0, 1, 8, 200)))
+        return ask(key, session=str(cut % 5), tenant=random.choice("ab"), streams=random.random() < 0.7)
 
     def start(self) -> None:
-        cut = self.random.randrange(len(TEXT))
-        request = ask(TEXT[:cut] + text(self.random, self.random.choice((0, 0, 1, 8))), session=str(cut % 5))
         try:
-            self.flights.append(self.fleet.send(request))
+            self.flights.append(self.fleet.send(self.request()))
         except RoutingError:
             return
+
+    def knock(self) -> None:
+        answer = self.fleet.router.admit(self.request(), self.fleet.now)
+        self.tickets.append(answer.ticket)
+        if isinstance(answer, Admitted):
+            self.let_in(answer.ticket)
+
+    def release(self) -> None:
+        answer = self.fleet.router.release(self.fleet.now)
+        assert answer.again_at is None or answer.again_at > self.fleet.now
+        for ticket in answer.ready:
+            self.let_in(ticket)
+
+    def let_in(self, ticket: Ticket) -> None:
+        if self.random.random() < 0.2 or ticket not in self.tickets:
+            ticket.leave(self.fleet.now)  # the client has gone meanwhile
+        elif (flight := ticket.take_flight()) is not None:
+            self.flights.append(flight)
+
+    def leave(self) -> None:
+        if self.tickets:
+            self.tickets.pop(self.random.randrange(len(self.tickets))).leave(self.fleet.now)
 
     def first_token(self) -> None:
         if self.flights:
@@ -96,7 +127,7 @@ class Walk:
             mine = [flight for flight in self.flights if flight.to is replica]
             load = replica.load
             assert load.in_flight == len(mine)
-            assert load.in_flight_tokens == pytest.approx(sum(flight._booking.prompt_tokens for flight in mine))
+            assert load.prompt_tokens == pytest.approx(sum(flight._booking.prompt_tokens for flight in mine))
             assert load.queued_tokens(self.fleet.now, replica.rate.value) >= 0
             assert len(replica.index) <= replica.index.capacity
             for block in replica.index.held:
@@ -106,8 +137,11 @@ class Walk:
         assert router._index.extra_copies == {block: count - 1 for block, count in copies.items() if count > 1}
 
     def end(self) -> None:
+        while self.tickets:
+            self.leave()
         while self.flights:
             self.finish()
+        assert self.fleet.router.statistics(self.fleet.now).waiting == 0
         for replica in self.fleet.router.statistics(self.fleet.now).replicas:
             assert (replica.in_flight, replica.in_flight_tokens) == (0, 0.0)
         for one in self.fleet.router._replicas.values():
