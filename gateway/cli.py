@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 import typer
 
 from gateway.core.settings import POLICY_NAMES
+from loadtests.options import Options, as_command
 
 if TYPE_CHECKING:
     from gateway.config import Config
@@ -130,10 +131,10 @@ def up(
 def route(
     url: Annotated[str, typer.Option("--url", metavar="URL", help="The gateway, e.g. http://127.0.0.1:8000.")],
     file: Annotated[Path | None, typer.Argument(metavar="FILE", help="Request body; stdin when absent.")] = None,
-    as_json: Json = False,
     session: Annotated[
         str | None, typer.Option("--session", metavar="ID", help="As `x-session-id` of the request.")
     ] = None,
+    as_json: Json = False,
 ) -> int:
     """Ask a gateway where it would send a request, and why. Sends nothing to a replica."""
     from gateway import dry_run
@@ -191,31 +192,18 @@ def replica(
     )
 
 
-@cli.command()
-def replay(
-    trace: Annotated[Path, typer.Option("--trace", metavar="FILE", help="Mooncake JSON lines, plain or gzip.")],
-    policy: Annotated[
-        list[str] | None, typer.Option("--policy", metavar="NAME", help="May be repeated; all when absent.")
-    ] = None,
-    replicas: Annotated[int, typer.Option("--replicas", min=1, max=1_000, help="How many.")] = 8,
-    cache_tokens: Annotated[int, typer.Option("--cache-tokens", min=512, help="KV cache of each replica.")] = 1_500_000,
-    load: Annotated[
-        str, typer.Option("--load", metavar="X", help="1.0: as much as could be prefilled uncached; or `recorded`.")
-    ] = "1.0",
-    speed: Annotated[float, typer.Option("--speed", help="Times the recorded rate; with --load recorded.")] = 1.0,
-    seeds: Annotated[int, typer.Option("--seeds", min=1, help="Runs of each policy; figures are averaged.")] = 1,
-    never_shed: Annotated[bool, typer.Option("--never-shed", help="Let everybody wait as long as it takes.")] = False,
-    as_json: Json = False,
-) -> int:
-    """Simulate a trace under several policies, side by side with what is possible."""
+def replay(options: Options) -> int:
+    """Simulate traffic under several policies, side by side with what is possible."""
     from loadtests import replay as replaying
 
-    wish = replaying.Wish(tuple(policy or ()), replicas, cache_tokens, load, speed, seeds, never_shed)
     try:
-        print(replaying.run(trace, wish, as_json))
+        print(replaying.run(options))
     except replaying.Refused as error:
         raise Refused(str(error)) from error
     return DONE
+
+
+cli.command("replay")(as_command(replay))
 
 
 @cli.command()

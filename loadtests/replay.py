@@ -2,98 +2,214 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import time
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from math import isfinite
-from pathlib import Path
+from typing import NoReturn
 
 from gateway.core.settings import POLICY_NAMES
-from loadtests import report, traces
-from loadtests.simulator import Fleet
+from loadtests import plot, report, traces
+from loadtests.options import Options
+from loadtests.simulator import Fleet, Restart
 
-RECORDED = "recorded"
+RECORDED, NEVER = "recorded", "never"
+BLIND_POLICY = "least-work"
+"""Always in the report: what knowledge of caches is worth shows beside it."""
+RESTART = re.compile(r"(?P<replica>\d+)@(?P<at>[\d.]+)(\+(?P<down>[\d.]+))?")
 
 
 class Refused(Exception):
     """The request makes no sense; one line says why."""
 
 
-@dataclass(frozen=True, slots=True)
-class Wish:
-    """What the command line said."""
+def refuse(option: str, reason: str) -> NoReturn:
+    raise Refused(f"--{option}: {reason}")
 
-    policies: tuple[str, ...] = ()
-    """All when empty."""
-    replicas: int = 8
-    cache_tokens: int = 1_500_000
-    load: str = "1.0"
-    speed: float = 1.0
-    seeds: int = 1
-    never_shed: bool = False
 
-    def plan(self) -> report.Plan:
-        """Raises `Refused`."""
-        for name in self.policies:
-            if name not in POLICY_NAMES:
-                raise Refused(f"--policy: unknown policy {name!r}; one of {', '.join(POLICY_NAMES)}")
-        load = self.load_number()
-        if not positive(self.speed):
-            raise Refused("--speed: must be above 0")
-        if load is not None and self.speed != 1.0:
-            raise Refused(f"--speed multiplies the trace's own rate: add --load {RECORDED}")
-        return report.Plan(
-            fleet=Fleet(replicas=self.replicas, cache_tokens=self.cache_tokens),
+# ---- words -> values -----------------------------------------------------------------------------------------------
+
+
+def plans_of(options: Options) -> list[report.Plan]:
+    """One for each load. Raises `Refused`."""
+    loads = loads_of(options.load or ["1.0"])
+    positive("speed", options.speed)
+    if options.speed != 1.0 and any(load is not None for load in loads):
+        raise Refused(f"--speed multiplies the trace's own rate: add --load {RECORDED}")
+    fleet, policies = fleet_of(options), policies_of(options.policy or POLICY_NAMES)
+    return [
+        report.Plan(
+            fleet=fleet,
             load=load,
-            speed=self.speed,
-            policies=tuple(dict.fromkeys(self.policies)) or POLICY_NAMES,
-            seeds=self.seeds,
-            sheds=not self.never_shed,
+            speed=options.speed,
+            policies=policies,
+            seeds=options.seeds,
+            sheds=not options.never_shed,
+            hold=options.hold,
+            limit=options.limit,
         )
-
-    def load_number(self) -> float | None:
-        if self.load == RECORDED:
-            return None
-        try:
-            load = float(self.load)
-        except ValueError:
-            load = 0.0
-        if not positive(load):
-            raise Refused(f"--load: a number above 0 or `{RECORDED}`, not {self.load!r}")
-        return load
+        for load in loads
+    ]
 
 
-def positive(value: float) -> bool:
-    return value > 0 and isfinite(value)
+def policies_of(names: Sequence[str]) -> tuple[str, ...]:
+    for name in names:
+        if name not in POLICY_NAMES:
+            refuse("policy", f"unknown policy {name!r}; one of {', '.join(POLICY_NAMES)}")
+    return tuple(dict.fromkeys([*names, BLIND_POLICY]))
 
 
-def run(path: Path, wish: Wish, as_json: bool) -> str:
-    """What to print. Raises `Refused`."""
-    plan = wish.plan()
+def loads_of(texts: Sequence[str]) -> list[float | None]:
+    loads: list[float | None] = []
+    for text in ",".join(texts).split(","):
+        load = None if text == RECORDED else number(text)
+        if load is not None and not (load > 0 and isfinite(load)):
+            refuse("load", f"a number above 0 or `{RECORDED}`, not {text!r}")
+        loads.append(load)
+    return list(dict.fromkeys(loads))
+
+
+def fleet_of(options: Options) -> Fleet:
+    delay = options.network_delay_ms
+    if not (delay >= 0 and isfinite(delay)):
+        refuse("network-delay-ms", "must be 0 or more")
+    return Fleet(
+        replicas=options.replicas,
+        cache_tokens=options.cache_tokens,
+        prefill_rate=positive("prefill-rate", options.prefill_rate),
+        decode_rate=positive("decode-rate", options.decode_rate),
+        max_num_seqs=options.max_num_seqs,
+        speeds=speeds_of(options.speeds, options.replicas),
+        network_delay_seconds=delay / 1000,
+        scrape_seconds=scrape_of(options.scrape_interval),
+        restart=None if options.restart is None else restart_of(options.restart, options.replicas),
+    )
+
+
+def speeds_of(text: str | None, replicas: int) -> tuple[float, ...]:
+    if text is None:
+        return ()
+    speeds = tuple(positive("speeds", number(one)) for one in text.split(","))
+    if len(speeds) > replicas:
+        refuse("speeds", f"{len(speeds)} speeds for {replicas} replicas")
+    return speeds
+
+
+def restart_of(text: str, replicas: int) -> Restart:
+    found = RESTART.fullmatch(text)
+    at, down = (number(found["at"]), number(found["down"] or "30")) if found else (-1.0, -1.0)
+    if found is None or not (isfinite(at) and isfinite(down)):
+        refuse("restart", f"REPLICA@SECONDS or REPLICA@SECONDS+DOWN, as 2@300+30, not {text!r}")
+    replica = int(found["replica"])
+    if replica >= replicas:
+        refuse("restart", f"there is no replica {replica}: they are 0 to {replicas - 1}")
+    return Restart(replica, at, down)
+
+
+def scrape_of(text: str) -> float | None:
+    return None if text == NEVER else positive("scrape-interval", number(text), f" or `{NEVER}`")
+
+
+def number(text: str) -> float:
+    """NaN for what is none: no comparison holds for it."""
     try:
-        trace = traces.read(path)
+        return float(text)
+    except ValueError:
+        return float("nan")
+
+
+def positive(option: str, value: float, alternative: str = "") -> float:
+    if not (value > 0 and isfinite(value)):
+        refuse(option, f"must be above 0{alternative}")
+    return value
+
+
+def source_of(options: Options) -> traces.Source:
+    """Raises `Refused`."""
+    if options.synthetic is not None:
+        if options.trace is not None:
+            raise Refused("--synthetic and --trace: one of them")
+        if options.chats is not None:
+            refuse("chats", f"is for a file of chats; with --synthetic write {options.synthetic},chats=...")
+        try:
+            return traces.generator_named(options.synthetic).trace
+        except ValueError as error:
+            refuse("synthetic", str(error))
+    if options.trace is None:
+        raise Refused("--trace FILE or --synthetic NAME says what to replay")
+    try:
+        return traces.open_trace(options.trace, options.chats)
     except traces.TraceError as error:
-        raise Refused(f"--trace: {error}") from error
-    found = report.replay(trace, plan, Ticker(sys.stderr.isatty()))
-    return report.as_json(found) if as_json else report.as_table(found)
+        refuse("trace", str(error))
+
+
+# ---- the run -------------------------------------------------------------------------------------------------------
+
+
+def run(options: Options) -> str:
+    """What to print. Raises `Refused`."""
+    plans = plans_of(options)
+    if options.plot is not None and (problem := plot.problem(options.plot)) is not None:
+        refuse("plot", problem)
+    source = source_of(options)
+    with progress(sys.stderr.isatty(), sum(len(plan.policies) + 1 for plan in plans) * plans[0].seeds) as tell:
+        found = report.compare(source, plans, tell)
+    if options.plot is not None:
+        try:
+            plot.draw(found, options.plot)
+        except OSError as error:
+            refuse("plot", f"{options.plot}: {error.strerror or error}")
+    return report.as_json(found) if options.as_json else report.as_tables(found)
+
+
+def progress(is_terminal: bool, runs: int) -> AbstractContextManager[report.Progress]:
+    """On a terminal a bar with the time left, gone in the end; elsewhere a line for each finished run."""
+    return Bar(runs) if is_terminal else nullcontext(Ticker())
 
 
 class Ticker:
-    """Progress on stderr: a line for each finished run, and on a terminal one that moves."""
-
-    def __init__(self, is_terminal: bool) -> None:
-        self._is_terminal = is_terminal
-        self._name = ""
+    def __init__(self) -> None:
         self._since = time.monotonic()
 
     def __call__(self, name: str, of: int, done: int) -> None:
         now = time.monotonic()
-        if name != self._name:
-            self._name, self._since = name, now
-            return
-        start, rate = "\r" if self._is_terminal else "", done / max(now - self._since, 1e-9)
-        if done < of:
-            if self._is_terminal:
-                print(f"\rwarmlane: {name} {100 * done // of} % ", end="", file=sys.stderr, flush=True)
-            return
-        print(f"{start}warmlane: {name}: {rate:,.0f} requests a second", file=sys.stderr, flush=True)
+        if done == 0:
+            self._since = now
+        elif done == of and name != report.BOUND:
+            rate = done / max(now - self._since, 1e-9)
+            print(f"warmlane: {name}: {rate:,.0f} requests a second", file=sys.stderr, flush=True)
+
+
+class Bar(AbstractContextManager[report.Progress]):
+    """All runs together, in requests."""
+
+    def __init__(self, runs: int) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+        self._runs = runs
+        self._finished = 0
+        self._progress = Progress(
+            TextColumn("{task.description:<28}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("requests,"),
+            TimeRemainingColumn(),
+            TextColumn("left"),
+            console=Console(stderr=True),
+            transient=True,
+        )
+        self._task = self._progress.add_task("reading the trace", total=None)
+
+    def __enter__(self) -> Callable[[str, int, int], None]:
+        self._progress.start()
+        return self._tell
+
+    def __exit__(self, *error: object) -> None:
+        self._progress.stop()
+
+    def _tell(self, name: str, of: int, done: int) -> None:
+        self._progress.update(self._task, description=name, total=self._runs * of, completed=self._finished * of + done)
+        self._finished += done == of

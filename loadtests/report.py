@@ -26,8 +26,9 @@ import msgspec
 from gateway.core.settings import POLICY_NAMES, RoutingSettings
 from loadtests import traces
 from loadtests.simulator import Fleet, Simulator, Trip
-from loadtests.traces import Trace
+from loadtests.traces import Source, Trace
 
+BOUND = "bound"
 BOUND_POLICY = "least-work"
 ENDLESS_TOKENS = 1_000_000_000
 """KV cache of a replica in the bound: never full."""
@@ -67,6 +68,8 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Report:
+    """One load."""
+
     rows: tuple[Row, ...]
     bound: Row
     requests: int
@@ -86,45 +89,78 @@ class Plan:
     seeds: int = 1
     sheds: bool = True
     """Whether the gateway's default limits hold, or everybody waits as long as it takes."""
+    hold: bool | None = None
+    """Whether requests wait in the gateway until their replica can begin; `None`: the gateway's default."""
+    limit: int | None = None
+    """So many requests of the trace."""
 
-    def timed(self, trace: Trace, seed: int) -> Trace:
+    def timed(self, exact: Trace) -> Trace:
         """The trace as it arrives under this plan."""
-        exact = traces.spread(trace, seed)
         if self.load is None:
             return traces.sped_up(exact, self.speed)
-        return traces.sped_up(exact, traces.speed_for_load(trace, self.load, self.fleet.total_prefill_rate))
+        return traces.sped_up(exact, traces.speed_for_load(exact, self.load, self.fleet.total_prefill_rate))
 
     def routing(self, policy: str) -> RoutingSettings:
         settings = RoutingSettings(policy=policy)
+        if self.hold is not None:
+            settings = replace(settings, hold=self.hold)
         if self.sheds:
             return settings
         return replace(settings, max_in_flight=NEVER, max_waiting=NEVER, max_wait_seconds=float(NEVER))
 
+    def name(self, policy: str, seed: int) -> str:
+        """Of one run, for people."""
+        load = "" if self.load is None else f", load {self.load:g}"
+        return f"{policy}{load}{f', seed {seed}' if self.seeds > 1 else ''}"
 
-def replay(trace: Trace, plan: Plan, on_progress: Progress = lambda name, of, done: None) -> Report:
+
+def replay(trace: Trace | Source, plan: Plan, on_progress: Progress = lambda name, of, done: None) -> Report:
     """Every policy of the plan with every seed."""
-    bounds: list[Row] = []
-    rows: dict[str, list[Row]] = {policy: [] for policy in plan.policies}
-    for seed in range(plan.seeds):
-        timed = plan.timed(trace, seed)
-        yardstick = Yardstick.of(timed, plan.fleet)
-        bounds.append(bound_of(timed, plan, yardstick, seed))
-        of = len(trace.requests)
-        for policy in rows:
-            name = policy if plan.seeds == 1 else f"{policy}, seed {seed}"
-            on_progress(name, of, 0)
-            simulator = Simulator(timed.requests, plan.fleet, plan.routing(policy), seed)
-            trips = simulator.run(partial(on_progress, name, of))
-            on_progress(name, of, of)
-            rows[policy].append(row_of(policy, trips, plan.fleet, yardstick, simulator.seconds))
-    return Report(tuple(mean_of(runs) for runs in rows.values()), mean_of(bounds), len(trace.requests), plan.seeds)
+    return compare(trace, [plan], on_progress)[0]
+
+
+def compare(
+    trace: Trace | Source, plans: Sequence[Plan], on_progress: Progress = lambda name, of, done: None
+) -> list[Report]:
+    """A report for each plan; plans for one fleet and as many seeds, that differ in their load."""
+    requests = 0
+    runs: list[list[list[Row]]] = [[] for _ in plans]  # by plan, seed, row; the bound is the last row
+    for seed in range(plans[0].seeds):
+        whole = trace(seed) if callable(trace) else trace
+        exact = traces.spread(whole.first(plans[0].limit), seed)
+        yardstick = Yardstick.of(exact, plans[0].fleet)
+        requests = len(exact.requests)
+        for plan, rows in zip(plans, runs, strict=True):
+            rows.append(rows_of(plan, plan.timed(exact), yardstick, seed, on_progress))
+    reports = []
+    for rows in runs:
+        *means, bound = [mean_of(row) for row in zip(*rows, strict=True)]
+        reports.append(Report(tuple(means), bound, requests, plans[0].seeds))
+    return reports
+
+
+def rows_of(plan: Plan, timed: Trace, yardstick: Yardstick, seed: int, on_progress: Progress) -> list[Row]:
+    """One seed: a row for each policy, and the bound."""
+    of = len(timed.requests)
+    rows = []
+    for policy in plan.policies:
+        name = plan.name(policy, seed)
+        on_progress(name, of, 0)
+        simulator = Simulator(timed.requests, plan.fleet, plan.routing(policy), seed)
+        trips = simulator.run(partial(on_progress, name, of))
+        on_progress(name, of, of)
+        rows.append(row_of(policy, trips, plan.fleet, yardstick))
+    on_progress(BOUND, of, 0)
+    rows.append(bound_of(timed, plan, yardstick, seed))
+    on_progress(BOUND, of, of)
+    load = timed.input_tokens / timed.seconds / plan.fleet.total_prefill_rate if timed.seconds else 0.0
+    return [replace(row, load=load) for row in rows]
 
 
 @dataclass(frozen=True, slots=True)
 class Yardstick:
-    """What the trace itself says, whatever the policy."""
+    """What the trace itself says, whatever the policy and however fast it comes."""
 
-    load: float
     pooled_pct: float
     """Hits of one LRU of all replicas' size."""
     endless: tuple[int, ...]
@@ -133,12 +169,7 @@ class Yardstick:
     @classmethod
     def of(cls, trace: Trace, fleet: Fleet) -> Yardstick:
         pooled = sum(traces.cached_tokens(trace, fleet.replicas * fleet.cache_tokens))
-        seconds, tokens = trace.seconds, trace.input_tokens
-        return cls(
-            load=tokens / seconds / fleet.total_prefill_rate if seconds else 0.0,
-            pooled_pct=percent(pooled, tokens),
-            endless=tuple(traces.cached_tokens(trace, None)),
-        )
+        return cls(percent(pooled, trace.input_tokens), tuple(traces.cached_tokens(trace, None)))
 
 
 def bound_of(trace: Trace, plan: Plan, yardstick: Yardstick, seed: int) -> Row:
@@ -150,7 +181,7 @@ def bound_of(trace: Trace, plan: Plan, yardstick: Yardstick, seed: int) -> Row:
     fleet = replace(plan.fleet, cache_tokens=ENDLESS_TOKENS, restart=None)
     routing = replace(plan, sheds=False).routing(BOUND_POLICY)
     simulator = Simulator(requests, fleet, routing, seed)
-    row = row_of("bound", simulator.run(), fleet, yardstick, simulator.seconds)
+    row = row_of(BOUND, simulator.run(), fleet, yardstick)
     hits = percent(sum(yardstick.endless), trace.input_tokens)
     none = 0.0
     return replace(
@@ -163,18 +194,19 @@ def bound_of(trace: Trace, plan: Plan, yardstick: Yardstick, seed: int) -> Row:
     )
 
 
-def row_of(policy: str, trips: Sequence[Trip], fleet: Fleet, yardstick: Yardstick, ended_at: float) -> Row:
+def row_of(policy: str, trips: Sequence[Trip], fleet: Fleet, yardstick: Yardstick) -> Row:
     done = [trip for trip in trips if trip.ended_at is not None]
     times = sorted([ttft for trip in trips if (ttft := trip.ttft_seconds) is not None])
     requests, work = [0.0] * fleet.replicas, [0.0] * fleet.replicas
     for trip in done:
         requests[trip.place] += 1
         work[trip.place] += (trip.request.input_tokens - trip.cached_tokens) / fleet.speed(trip.place)
-    seconds = ended_at - trips[0].request.arrival if trips else 0.0
+    ended_at = max([trip.ended_at for trip in trips if trip.ended_at is not None], default=0.0)
+    seconds = ended_at - trips[0].request.arrival if done else 0.0
     hit, new, spilled, belief, evicted = hits_and_losses(trips, yardstick.endless)
     return Row(
         policy=policy,
-        load=yardstick.load,
+        load=0.0,  # `rows_of` knows it
         hit_pct=hit,
         ceiling_pct=yardstick.pooled_pct,
         ttft_mean_s=sum(times) / len(times) if times else 0.0,
@@ -242,13 +274,15 @@ def mean_of(rows: Sequence[Row]) -> Row:
 # ---- what is printed -----------------------------------------------------------------------------------------------
 
 
-def as_json(report: Report) -> str:
-    """Figures rounded to what the simulation can mean."""
+def as_json(reports: Sequence[Report]) -> str:
+    """Figures rounded to what the simulation can mean. `bound` is that of the first load, `bounds` has all."""
+    bounds = [rounded_row(report.bound) for report in reports]
     rounded = {
-        "rows": [rounded_row(row) for row in report.rows],
-        "bound": rounded_row(report.bound),
-        "requests": report.requests,
-        "seeds": report.seeds,
+        "rows": [rounded_row(row) for report in reports for row in report.rows],
+        "bound": bounds[0],
+        "bounds": bounds,
+        "requests": reports[0].requests,
+        "seeds": reports[0].seeds,
     }
     return msgspec.json.format(msgspec.json.encode(rounded), indent=2).decode()
 
@@ -280,6 +314,10 @@ COLUMNS: tuple[tuple[str, Callable[[Row], str]], ...] = (
 def seconds(value: float) -> str:
     """Three digits are all that a simulation can mean."""
     return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def as_tables(reports: Sequence[Report]) -> str:
+    return "\n\n".join(map(as_table, reports))
 
 
 def as_table(report: Report) -> str:

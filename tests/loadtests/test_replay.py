@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 
 from gateway.cli import main
-from gateway.core.settings import POLICY_NAMES
+from gateway.core.settings import POLICY_NAMES, RoutingSettings
+from loadtests.options import Options
+from loadtests.replay import plans_of, restart_of
 from loadtests.report import Plan, as_table, imbalance, quantile, replay
-from loadtests.simulator import Fleet
+from loadtests.simulator import Fleet, Restart
 from loadtests.traces import Request, Synthetic, Trace, synthetic, write
 
 SMALL = Fleet(replicas=4, cache_tokens=40_000)
@@ -62,21 +65,139 @@ def test_the_table_shows_the_same(sample: Path, capsys):
     assert lines[-4:] == ["policy", "least-work", "cache-cost", "bound"]
 
 
+def test_several_loads_are_one_report(sample: Path, capsys):
+    _, out, err = warmlane(
+        capsys, "--trace", sample, "--policy", "random", "--load", "0.5,1", "--load", "recorded", "--json"
+    )
+    answer = json.loads(out)
+    recorded = TRACE.input_tokens / TRACE.seconds / 160_000
+    loads = pytest.approx([0.5, 1.0, recorded], abs=0.001)
+    assert [row["load"] for row in answer["bounds"]] == loads
+    assert answer["bound"] == answer["bounds"][0]
+    assert [row["load"] for row in answer["rows"] if row["policy"] == "random"] == loads
+    assert [line.split(":")[1] for line in err.splitlines()][:2] == [" random, load 0.5", " least-work, load 0.5"]
+    _, out, _ = warmlane(capsys, "--trace", sample, "--policy", "random", "--load", "0.5,1")
+    assert [line.split()[4][:4] for line in out.splitlines() if "requests at load" in line] == ["0.50", "1.00"]
+
+
+def test_the_cache_blind_row_is_always_there(sample: Path, capsys):
+    _, out, _ = warmlane(capsys, "--trace", sample, "--policy", "cache-cost", "--json")
+    assert [row["policy"] for row in json.loads(out)["rows"]] == ["cache-cost", "least-work"]
+
+
+def test_the_words_become_the_fleet():
+    (plan,) = plans_of(
+        Options(
+            replicas=3,
+            cache_tokens=1000,
+            prefill_rate=100.0,
+            decode_rate=5.0,
+            max_num_seqs=2,
+            speeds="1,0.5",
+            network_delay_ms=20.0,
+            restart="2@300+10.5",
+            scrape_interval="never",
+            hold=False,
+            never_shed=True,
+            limit=7,
+        )
+    )
+    assert plan.fleet == Fleet(
+        replicas=3,
+        cache_tokens=1000,
+        prefill_rate=100.0,
+        decode_rate=5.0,
+        max_num_seqs=2,
+        speeds=(1.0, 0.5),
+        network_delay_seconds=0.02,
+        restart=Restart(2, 300.0, 10.5),
+        scrape_seconds=None,
+    )
+    assert (plan.hold, plan.sheds, plan.limit) == (False, False, 7)
+    assert plan.routing("random").hold is False
+    (plan,) = plans_of(Options())
+    assert plan.fleet == Fleet()
+    assert plan.routing("random") == RoutingSettings(policy="random")
+    assert restart_of("0@1", 1) == Restart(0, 1.0)
+
+
+def test_only_the_first_requests(sample: Path, capsys):
+    _, out, _ = warmlane(capsys, "--trace", sample, "--limit", 20, "--policy", "random", "--json")
+    assert json.loads(out)["requests"] == 20
+
+
+def test_traffic_that_is_made_up_differs_by_seed(capsys):
+    arguments = ["--synthetic", "rag,requests=40,passages=2", "--policy", "random", "--replicas", 2, "--json"]
+    reports = []
+    for more in ([], [], ["--seeds", 2]):
+        code, out, _ = warmlane(capsys, *arguments, *more)
+        reports.append(json.loads(out))
+        assert (code, reports[-1]["requests"]) == (0, 40)
+    assert reports[0] == reports[1]
+    assert reports[0]["bound"]["ceiling_pct"] != reports[2]["bound"]["ceiling_pct"]
+
+
+def test_a_plot_is_drawn_beside_the_table(sample: Path, capsys, tmp_path: Path):
+    path = tmp_path / "plot.svg"
+    code, out, _ = warmlane(capsys, "--trace", sample, "--policy", "random", "--plot", path)
+    assert code == 0
+    assert "bound" in out
+    assert ">random</text>" in path.read_text()
+
+
+WRONG = [
+    (["--policy", "best"], "--policy: unknown policy 'best'"),
+    (["--load", "heavy"], "--load: a number above 0 or `recorded`, not 'heavy'"),
+    (["--load", "-1"], "--load: a number"),
+    (["--load", "nan"], "--load: a number"),
+    (["--load", "1,,2"], "--load: a number"),
+    (["--speed", "2"], "add --load recorded"),
+    (["--load", "recorded,1", "--speed", "2"], "add --load recorded"),
+    (["--load", "recorded", "--speed", "0"], "--speed: must be above 0"),
+    (["--replicas", "0"], "--replicas"),
+    (["--seeds", "0"], "--seeds"),
+    (["--limit", "0"], "--limit"),
+    (["--prefill-rate", "0"], "--prefill-rate: must be above 0"),
+    (["--prefill-rate", "nan"], "--prefill-rate: must be above 0"),
+    (["--decode-rate", "inf"], "--decode-rate: must be above 0"),
+    (["--max-num-seqs", "0"], "--max-num-seqs"),
+    (["--network-delay-ms", "-1"], "--network-delay-ms: must be 0 or more"),
+    (["--speeds", "1,fast"], "--speeds: must be above 0"),
+    (["--replicas", "2", "--speeds", "1,1,1"], "--speeds: 3 speeds for 2 replicas"),
+    (["--restart", "1"], "--restart: REPLICA@SECONDS or REPLICA@SECONDS+DOWN, as 2@300+30, not '1'"),
+    (["--restart", "1@1.2.3"], "--restart: REPLICA@SECONDS"),
+    (["--replicas", "2", "--restart", "2@5"], "--restart: there is no replica 2: they are 0 to 1"),
+    (["--scrape-interval", "often"], "--scrape-interval: must be above 0 or `never`"),
+    (["--synthetic", "rag"], "--synthetic and --trace: one of them"),
+    (["--chats", "2"], "--trace: .*: holds no chats"),
+    (["--plot", "plot.pdf"], "--plot: plot.pdf: must end in .png or .svg"),
+    (["--trace", "/nowhere/trace"], "--trace: /nowhere/trace: No such file"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "message"), WRONG, ids=[" ".join(arguments) for arguments, _ in WRONG])
+def test_wrong_usage_is_one_line_and_2(sample: Path, capsys, arguments: list[str], message: str):
+    code, out, err = warmlane(capsys, "--trace", sample, *arguments)
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert re.search(message if ".*" in message else re.escape(message), err)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--policy", "best"], "--policy: unknown policy 'best'"),
-        (["--load", "heavy"], "--load: a number above 0 or `recorded`, not 'heavy'"),
-        (["--load", "-1"], "--load: a number"),
-        (["--load", "nan"], "--load: a number"),
-        (["--speed", "2"], "add --load recorded"),
-        (["--load", "recorded", "--speed", "0"], "--speed: must be above 0"),
-        (["--replicas", "0"], "--replicas"),
-        (["--trace", "/nowhere/trace"], "--trace: /nowhere/trace: No such file"),
+        ([], "--trace FILE or --synthetic NAME says what to replay"),
+        (["--synthetic", "best"], "--synthetic: unknown name 'best'; one of hot-prompt, samples, bursty, rag, chats"),
+        (["--synthetic", "rag,k=3"], "--synthetic: rag: 'k=3' is none of its settings; they are requests, rate"),
+        (["--synthetic", "rag,rate"], "--synthetic: rag: 'rate' is none of its settings"),
+        (["--synthetic", "rag,passages=2.5"], "--synthetic: passages: '2.5' is no whole number"),
+        (["--synthetic", "rag,rate=x"], "--synthetic: rate: 'x' is no number"),
+        (["--synthetic", "rag,rate=0"], "--synthetic: rate: must be above 0"),
+        (["--synthetic", "chats,think_seconds=-1"], "--synthetic: think_seconds: must be 0 or more"),
+        (["--synthetic", "chats", "--chats", "2"], "--chats: is for a file of chats"),
     ],
 )
-def test_wrong_usage_is_one_line_and_2(sample: Path, capsys, arguments: list[str], message: str):
-    code, out, err = warmlane(capsys, "--trace", sample, *arguments)
+def test_traffic_must_be_named(capsys, arguments: list[str], message: str):
+    code, out, err = warmlane(capsys, *arguments)
     assert (code, out, err.count("\n")) == (2, "", 1)
     assert message in err
 
@@ -119,14 +240,26 @@ def test_the_same_seeds_give_the_same_report_and_more_seeds_their_mean():
     assert as_table(replay(TRACE, plan)) == as_table(replay(TRACE, plan))
 
 
-def test_overload_sheds_unless_told_never_to():
-    """6,000 at once for one replica: 4,096 go in, 1,024 wait, and in a minute some 600 of these can take a place."""
+@pytest.mark.parametrize(
+    ("hold", "served"),
+    [(False, 4096 + 600), (True, 600)],
+    ids=["4,096 go in, 1,024 wait, 600 of these get a place", "1,024 wait, 600 of these get a place"],
+)
+def test_overload_sheds_unless_told_never_to(hold: bool, served: int):
+    """6,000 at once for one replica that does 600 in the minute that they may wait."""
     trace = Trace(tuple(Request(0.0, 2000, 1) for _ in range(6000)))
-    plans = [Plan(Fleet(replicas=1), load=None, policies=("least-work",), sheds=sheds) for sheds in (True, False)]
-    (hurried,), (patient,) = (replay(trace, plan).rows for plan in plans)
-    assert hurried.shed_pct == pytest.approx(100 * (6000 - 4096 - 600) / 6000, abs=1)
-    assert patient.shed_pct == 0
-    assert patient.ttft_p50_s == pytest.approx(300.0, rel=0.01)
+    plan = Plan(Fleet(replicas=1), load=None, policies=("least-work",), hold=hold)
+    assert replay(trace, plan).rows[0].shed_pct == pytest.approx(100 * (6000 - served) / 6000, abs=1)
+
+
+def test_nobody_is_shed_who_may_wait_for_ever():
+    trace = Trace(tuple(Request(0.0, 2000, 1) for _ in range(1000)))
+    plan = Plan(Fleet(replicas=1), load=None, policies=("least-work",), sheds=False)
+    report = replay(trace, plan)
+    for row in (*report.rows, report.bound):
+        assert row.shed_pct == 0
+        assert row.ttft_p50_s == pytest.approx(50.0, rel=0.01)
+        assert row.throughput_rps == pytest.approx(10.0, rel=0.01)
 
 
 def test_quantiles_are_nearest_ranks():

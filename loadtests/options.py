@@ -1,0 +1,126 @@
+"""What `warmlane replay` can be told: each field is an option, with its default and its help.
+
+The command line is made of this class (`as_command`), so that an option is written down once. Only typer is imported
+here: the command loads the simulator when it runs.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Annotated, get_type_hints
+
+from typer import Option
+
+from gateway.core.settings import POLICY_NAMES
+
+Trace = Annotated[
+    Path | None,
+    Option("--trace", metavar="FILE", help="Mooncake, Claude Code chats, Azure CSV, a request log; plain or gzip."),
+]
+Synthetic = Annotated[
+    str | None,
+    Option(
+        "--synthetic",
+        metavar="NAME[,KEY=VALUE]...",
+        help="Traffic made up instead: hot-prompt, samples, bursty, rag, chats.",
+    ),
+]
+Chats = Annotated[int | None, Option("--chats", metavar="N", min=1, help="A sample of the chats in the file; all.")]
+Limit = Annotated[int | None, Option("--limit", metavar="N", min=1, help="Only the first N requests.")]
+Policies = Annotated[
+    list[str] | None,
+    Option("--policy", metavar="NAME", help=f"May be repeated; all when absent: {', '.join(POLICY_NAMES)}."),
+]
+Loads = Annotated[
+    list[str] | None,
+    Option(
+        "--load",
+        metavar="X[,X]...",
+        help="Offered input tokens by what all replicas could prefill uncached, or `recorded`. Several give a report "
+        "for each. 1.0 when absent.",
+    ),
+]
+Speed = Annotated[float, Option("--speed", metavar="X", help="Times the recorded rate; with --load recorded.")]
+Seeds = Annotated[int, Option("--seeds", metavar="N", min=1, help="Runs of each policy; figures are averaged.")]
+Replicas = Annotated[int, Option("--replicas", metavar="N", min=1, max=1_000, help="How many.")]
+CacheTokens = Annotated[
+    int, Option("--cache-tokens", metavar="TOKENS", min=512, help="KV cache of each replica, in tokens.")
+]
+PrefillRate = Annotated[
+    float, Option("--prefill-rate", metavar="X", help="Uncached prompt tokens a second of each replica.")
+]
+DecodeRate = Annotated[float, Option("--decode-rate", metavar="X", help="Tokens a second of each request.")]
+MaxNumSeqs = Annotated[int, Option("--max-num-seqs", metavar="N", min=1, help="Requests that a replica runs at once.")]
+Speeds = Annotated[
+    str | None,
+    Option("--speeds", metavar="X[,X]...", help="Times faster, replica by replica, e.g. 1,1,0.33; 1 when absent."),
+]
+NetworkDelay = Annotated[
+    float, Option("--network-delay-ms", metavar="MS", help="Between gateway and replica, each way, in milliseconds.")
+]
+Restart = Annotated[
+    str | None,
+    Option(
+        "--restart",
+        metavar="REPLICA@SECONDS[+DOWN]",
+        help="A replica (the first is 0) dies then, and is back, cold, DOWN seconds later (30).",
+    ),
+]
+Scrape = Annotated[
+    str,
+    Option("--scrape-interval", metavar="SECONDS", help="How often the gateway reads their metrics, or `never`."),
+]
+NeverShed = Annotated[bool, Option("--never-shed", help="Let everybody wait as long as it takes.")]
+Hold = Annotated[
+    bool | None,
+    Option("--hold/--no-hold", help="Whether requests wait in the gateway until a replica can begin with them."),
+]
+Plot = Annotated[Path | None, Option("--plot", metavar="FILE", help="Draw TTFT against load as well; .png or .svg.")]
+Json = Annotated[bool, Option("--json", help="Print JSON.")]
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """The words of the command line, not judged yet."""
+
+    trace: Trace = None
+    synthetic: Synthetic = None
+    chats: Chats = None
+    limit: Limit = None
+    policy: Policies = None
+    load: Loads = None
+    speed: Speed = 1.0
+    seeds: Seeds = 1
+    replicas: Replicas = 8
+    cache_tokens: CacheTokens = 1_500_000
+    prefill_rate: PrefillRate = 20_000.0
+    decode_rate: DecodeRate = 60.0
+    max_num_seqs: MaxNumSeqs = 64
+    speeds: Speeds = None
+    network_delay_ms: NetworkDelay = 0.0
+    restart: Restart = None
+    scrape_interval: Scrape = "0.5"
+    never_shed: NeverShed = False
+    hold: Hold = None
+    plot: Plot = None
+    as_json: Json = False
+
+
+def as_command(run: Callable[[Options], int]) -> Callable[..., int]:
+    """A function with the options as its parameters, for typer."""
+
+    def command(**words: object) -> int:
+        return run(Options(**words))  # type: ignore[arg-type]
+
+    hints = get_type_hints(Options, include_extras=True)
+    parameters = [
+        inspect.Parameter(one.name, inspect.Parameter.KEYWORD_ONLY, default=one.default, annotation=hints[one.name])
+        for one in fields(Options)
+    ]
+    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    command.__annotations__ = hints
+    command.__doc__ = run.__doc__
+    return command
