@@ -89,7 +89,9 @@ class BlockIds:
 
 def fleet_traffic(chats: list[Chat], count: int | None, seed: int, blocks: BlockIds) -> Trace:
     random = Random(seed)
-    under_way = [timed for chat in chats if (timed := list(in_window(chat, random)))]
+    under_way: list[list[tuple[float, Turn, float | None]]] = []
+    while not under_way:  # few short chats may all lie before the window
+        under_way = [timed for chat in chats if (timed := list(in_window(chat, random)))]
     if count is not None and count < len(under_way):
         under_way = random.sample(under_way, count)
     found = [
