@@ -16,8 +16,9 @@ from gateway.core.model import ReplicaId, ReplicaView
 from gateway.core.replica import Replica
 from gateway.core.scorers import OUTPUT_RESERVE_TOKENS
 
-SLOT_SECONDS = 0.1
-"""Prefill sent ahead: covers the way there and back and what the engine adds to a step."""
+SLOT_SECONDS = 0.05
+"""Prefill sent ahead: covers the way there and back and what the engine adds to a step. In simulation 0.03 did as well,
+0.1 waited 1 to 2 % longer in the mean."""
 GUESS_SECONDS = 1.0
 """Sent ahead in addition as long as nothing was learned of the replica's rate; halved by each lesson."""
 PLAN_REQUESTS = 48
