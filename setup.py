@@ -22,6 +22,7 @@ COMPILED = [
         f"gateway/core/{name}.py"
         for name in (
             "admission",
+            "belief",
             "blocks",
             "filters",
             "flight",

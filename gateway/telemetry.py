@@ -122,6 +122,7 @@ IN_FLIGHT = Family("gauge", "warmlane_in_flight_requests", "Requests now at repl
 WAITING = Family("gauge", "warmlane_waiting_requests", "Requests now waiting at the gate.")
 INDEX_BLOCKS = Family("gauge", "warmlane_index_blocks", "Prefix blocks in the index, all replicas together.")
 INDEX_CAPACITY = Family("gauge", "warmlane_index_capacity_blocks", "Prefix blocks that fit into the index.")
+CACHE_SHARE = Family("gauge", "warmlane_cache_share_ratio", "Learned part of reported KV caches that holds prefixes.")
 REPLICA_STATE = Family("gauge", "warmlane_replica_state", "1 for the state it is in.", ("replica", "state"))
 
 Reading = Callable[[ReplicaStatistics], float | None]
@@ -174,6 +175,7 @@ FAMILIES: tuple[Family, ...] = (
     WAITING,
     INDEX_BLOCKS,
     INDEX_CAPACITY,
+    CACHE_SHARE,
     REPLICA_STATE,
     *(family for family, _ in REPLICA_GAUGES),
 )
@@ -445,6 +447,7 @@ def _router_families(statistics: RouterStatistics) -> Iterator[Metric]:
     yield _gauge_family(WAITING, [((), statistics.waiting)])
     yield _gauge_family(INDEX_BLOCKS, [((), statistics.index_blocks)])
     yield _gauge_family(INDEX_CAPACITY, [((), statistics.index_capacity_blocks)])
+    yield _gauge_family(CACHE_SHARE, [((), statistics.cache_share)])
 
 
 def _replica_families(replicas: tuple[ReplicaStatistics, ...]) -> Iterator[Metric]:

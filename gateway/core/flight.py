@@ -20,13 +20,13 @@ class Flight:
         "_ahead_tokens",
         "_booking",
         "_matched",
-        "_record",
         "_sent",
         "_settle",
         "cached_tokens",
         "decision",
         "finished",
         "first_token_at",
+        "record",
         "request",
         "started_at",
         "to",
@@ -47,7 +47,7 @@ class Flight:
         self._ahead_tokens = ahead_tokens
         uncached = view.prompt_tokens - view.cached_tokens
         self._booking = replica.load.book(view.prompt_tokens, uncached, now, decision.request.streams)
-        self._matched, self._record = replica.index.touch(decision.request.blocks, now)
+        self._matched, self.record = replica.index.touch(decision.request.blocks, now)
 
     @property
     def replica(self) -> ReplicaId:
@@ -70,10 +70,9 @@ class Flight:
             return
         self.finished = True
         self.to.load.release(self._booking, now, ran=outcome is Outcome.COMPLETED)
-        if self._record is not None:
-            if self.first_token_at is None and (outcome in NEVER_RAN or not self._sent):
-                self.to.index.take_back(self._record, self._matched)
-            self._record = None
+        never_ran = self.first_token_at is None and (outcome in NEVER_RAN or not self._sent)
+        if self.record is not None and never_ran:
+            self.to.index.take_back(self.record, self._matched)
         self._settle(self, outcome, now, usage)
 
     def withdraw(self, now: float) -> None:

@@ -315,5 +315,7 @@ class RouterStatistics:
     index_blocks: int
     index_capacity_blocks: int
     started: int
+    cache_share: float = 1.0
+    """Learned share of the reported KV caches that holds prefixes (`core.belief`)."""
     bytes_per_token: dict[str, float] = field(default_factory=dict)
     """Learned key bytes per token, by model."""

@@ -13,6 +13,9 @@ Touching a prompt costs two C-speed dict updates instead of a walk through a lin
 judged record by record (`eviction_loss`) instead of block by block. Blocks that several replicas hold are counted; most
 are held by one, and cost nothing extra.
 
+A record remembers how old the oldest part of its match was, and whether the index had evicted what came next: with what
+the replica then found, that tells whether the capacity is right (`core.belief`).
+
 What may be wrong: blocks are *predicted*, entered when a request is sent. The engine may have evicted them already or
 may never have stored them. Capacity comes from the engine, a failed request takes its blocks back, a restart clears the
 replica.
@@ -47,7 +50,7 @@ BRANCH_HALF_LIFE_SECONDS = 600.0
 class Record:
     """One request's touch: the blocks at positions `begin` to `end` of its chain were last touched by it."""
 
-    __slots__ = ("begin", "blocks", "end", "offset", "serial", "touched_at")
+    __slots__ = ("begin", "blocks", "end", "evicted_at", "matched_at", "offset", "serial", "touched_at")
 
     def __init__(self, serial: int, touched_at: float, blocks: Sequence[BlockHash], end: int) -> None:
         self.serial = serial
@@ -57,6 +60,10 @@ class Record:
         """Position of `blocks[0]` in the chain."""
         self.begin = 0
         self.end = end
+        self.matched_at: float | None = None
+        """When the last block of its match had been touched before; `None` without a match."""
+        self.evicted_at: int | None = None
+        """Eviction (`ReplicaIndex.evicted`) that took the block after its match; `None` if none did."""
 
     def give_up_to(self, position: int) -> None:
         """Positions before `position` belong to a later record now."""
@@ -108,7 +115,7 @@ def match_length(held: Mapping[BlockHash, object], blocks: Sequence[BlockHash]) 
 class ReplicaIndex:
     """Blocks of one replica. Made by `PrefixIndex.add`."""
 
-    __slots__ = ("_index", "capacity", "held", "max_bytes", "records", "tail_at")
+    __slots__ = ("_evictions", "_index", "capacity", "evicted", "held", "max_bytes", "records", "tail_at")
 
     def __init__(self, index: PrefixIndex, capacity: int) -> None:
         self._index = index
@@ -118,6 +125,10 @@ class ReplicaIndex:
         """Share of the index's memory."""
         self.held: dict[BlockHash, Record] = {}
         self.records: OrderedDict[int, Record] = OrderedDict()
+        self.evicted = 0
+        """Blocks that had to go for newer ones so far."""
+        self._evictions: OrderedDict[BlockHash, int] = OrderedDict()
+        """`evicted` before each eviction, by its first block: where a prompt that comes again stops to match."""
         self.tail_at: float | None = None
         """When the oldest block was touched last; `None` while there is room."""
 
@@ -142,9 +153,12 @@ class ReplicaIndex:
         if not blocks:
             return 0, None
         matched = self.match(blocks)
-        if matched:
-            self._take_over(blocks, matched, now)
         record = self._index.new_record(blocks, now)
+        if matched:
+            record.matched_at = self.held[blocks[matched - 1]].touched_at
+            self._take_over(blocks, matched, now)
+        if matched < len(blocks):
+            record.evicted_at = self._evictions.pop(blocks[matched], None)
         self.held.update(dict.fromkeys(blocks, record))
         self.records[record.serial] = record
         if matched < len(blocks):
@@ -175,6 +189,15 @@ class ReplicaIndex:
             self._drop_tail(record, record.end - max(record.begin, matched))
             self._note_tail()
 
+    def depth(self, touched_at: float) -> int:
+        """Blocks that were touched after that time."""
+        older = 0
+        for record in self.records.values():
+            if record.touched_at > touched_at:
+                break
+            older += record.end - record.begin
+        return len(self.held) - older
+
     def fit(self, capacity: int) -> None:
         """The replica's KV cache turned out to hold `capacity` blocks."""
         self.capacity = capacity
@@ -188,6 +211,7 @@ class ReplicaIndex:
         self._index.forget(self.held)
         self.held.clear()
         self.records.clear()
+        self._evictions.clear()
         self._note_tail()
 
     def eviction_loss(self, blocks: int, now: float, tau: float) -> float:
@@ -219,12 +243,23 @@ class ReplicaIndex:
         while excess > 0:
             oldest = next(iter(records.values()))
             count = min(excess, oldest.end - oldest.begin)
+            self._note_eviction(oldest, count)
             self._drop_tail(oldest, count)
             excess -= count
         while held and len(held) * BLOCK_BYTES + len(records) * RECORD_BYTES > self.max_bytes:
             oldest = next(iter(records.values()))
             self._drop_tail(oldest, oldest.end - oldest.begin)
         self._note_tail()
+
+    def _note_eviction(self, record: Record, count: int) -> None:
+        """The last `count` blocks of the record go. One note for each record is enough: that of its last eviction."""
+        end = record.end - record.offset
+        if end < len(record.blocks):
+            self._evictions.pop(record.blocks[end], None)
+        self._evictions[record.blocks[end - count]] = self.evicted
+        while len(self._evictions) > len(self.records):  # about one cache's worth is remembered
+            self._evictions.popitem(last=False)
+        self.evicted += count
 
     def _drop_tail(self, record: Record, count: int) -> None:
         if count <= 0:

@@ -2,15 +2,16 @@
 
 The index of its cache is a belief. It ends when the replica restarted, slept, or came back from an ejection without
 proof that it is the same process; and when it says several times in a row that nothing was cached where much was
-predicted.
+predicted. Whether the index is as large as the cache, hits and misses tell as well (`core.belief`).
 """
 
 from __future__ import annotations
 
+from gateway.core.belief import CacheShare, differs
 from gateway.core.health import Health
 from gateway.core.load import Load
 from gateway.core.model import HealthState, LoadSnapshot, ModelCard, Outcome, ReplicaId
-from gateway.core.prefix_index import ReplicaIndex
+from gateway.core.prefix_index import Record, ReplicaIndex
 from gateway.core.rates import BYTES_PER_TOKEN, PrefillRate
 
 MISSES_TO_CLEAR = 5
@@ -36,6 +37,7 @@ class Replica:
         "_misses",
         "_mixed",
         "_proven_at",
+        "_share",
         "cache_tokens",
         "cache_tokens_known",
         "draining",
@@ -50,7 +52,13 @@ class Replica:
     )
 
     def __init__(
-        self, id: ReplicaId, index: ReplicaIndex, rate: PrefillRate, cache_tokens: float, block_bytes: int
+        self,
+        id: ReplicaId,
+        index: ReplicaIndex,
+        rate: PrefillRate,
+        cache_tokens: float,
+        block_bytes: int,
+        share: CacheShare,
     ) -> None:
         self.id = id
         self.index = index
@@ -66,6 +74,7 @@ class Replica:
         self.cache_tokens = cache_tokens
         self.cache_tokens_known = False
         self._block_bytes = block_bytes
+        self._share = share
         self._bytes_per_token = BYTES_PER_TOKEN
         self._mixed = 0
         self._misses = 0
@@ -135,13 +144,30 @@ class Replica:
         self._bytes_per_token += max(MIX_STEP, 2.0 / (self._mixed + 1)) * (ratio - self._bytes_per_token)
         self._fit_index()
 
-    def check_belief(self, predicted_tokens: float, cached_tokens: int) -> None:
-        """Compare what was predicted to be cached with what was; a cache that shows nothing at all was emptied."""
-        if predicted_tokens < MISS_TOKENS:
-            return
-        self._misses = 0 if cached_tokens else self._misses + 1
-        if self._misses >= MISSES_TO_CLEAR:
-            self.clear()
+    def check_belief(self, record: Record | None, predicted_tokens: float, cached_tokens: int) -> bool:
+        """Compare what was predicted to be cached with what was; a cache that shows nothing at all was emptied.
+
+        Returns whether the fleet's share of cache that holds prefixes has changed.
+        """
+        if predicted_tokens >= MISS_TOKENS:
+            self._misses = 0 if cached_tokens else self._misses + 1
+            if self._misses >= MISSES_TO_CLEAR:
+                self.clear()
+        if record is None or not cached_tokens or not differs(predicted_tokens, cached_tokens):
+            return False
+        depth = self._shown_depth(record, missed=cached_tokens < predicted_tokens)
+        if depth is None:
+            return False
+        self._share.learn(depth / self.index.capacity)
+        return True
+
+    def _shown_depth(self, record: Record, missed: bool) -> int | None:
+        """Depth at which a wrong prediction shows that its cache ends before (`missed`), or goes on."""
+        index = self.index
+        if not missed:
+            return None if record.evicted_at is None else index.capacity + index.evicted - record.evicted_at
+        depth = 0 if record.matched_at is None else index.depth(record.matched_at)
+        return depth if 0 < depth < index.capacity else None
 
     def clear(self) -> None:
         """Its cache is empty now."""
@@ -153,11 +179,18 @@ class Replica:
         if self._proven_at is None or self._proven_at < self.health.ejected_at:
             self.clear()
 
+    def resize_index(self) -> bool:
+        """The index holds as many blocks as the KV cache, as far as that holds prefixes. Returns whether that changed
+        its capacity: then memory has to be shared anew."""
+        blocks = max(1, int(self._share.value * self.cache_tokens * self._bytes_per_token / self._block_bytes))
+        if abs(blocks - self.index.capacity) <= RESIZE_SHARE * self.index.capacity:
+            return False
+        self.index.capacity = blocks
+        return True
+
     def _fit_index(self) -> None:
-        """The index of a replica holds as many blocks as its KV cache."""
-        blocks = max(1, int(self.cache_tokens * self._bytes_per_token / self._block_bytes))
-        if abs(blocks - self.index.capacity) > RESIZE_SHARE * self.index.capacity:
-            self.index.fit(blocks)
+        if self.resize_index():
+            self.index.fit(self.index.capacity)
 
 
 def is_restart(last: LoadSnapshot, new: LoadSnapshot) -> bool:

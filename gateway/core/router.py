@@ -28,6 +28,7 @@ from collections.abc import Callable, Collection, Sequence
 
 from gateway.core import filters, holding
 from gateway.core.admission import Admission, Admitted, Release, Shed, Ticket, Waiting
+from gateway.core.belief import CacheShare
 from gateway.core.flight import Flight
 from gateway.core.holding import Promises
 from gateway.core.model import (
@@ -81,6 +82,7 @@ class Router:
         self._index = PrefixIndex(settings.index_memory_mib * 1024 * 1024)
         self._rates = PrefillRates()
         self._bytes_per_token = BytesPerToken()
+        self._cache_share = CacheShare()
         self._admission = Admission(settings.max_in_flight, settings.max_waiting, settings.max_wait_seconds)
         self._ownership = Ownership()
         self._started = 0
@@ -231,6 +233,7 @@ class Router:
             index_blocks=len(self._index),
             index_capacity_blocks=self._index.capacity,
             started=self._started,
+            cache_share=self._cache_share.value,
             bytes_per_token=self._bytes_per_token.statistics(),
         )
 
@@ -302,7 +305,9 @@ class Router:
         rate = self._rates.add(fact.prefill_rate or settings.default_prefill_rate)
         index = self._index.add(fact.replica, capacity=1)
         tokens = float(settings.default_cache_tokens)
-        self._replicas[fact.replica] = Replica(fact.replica, index, rate, tokens, settings.block_bytes)
+        self._replicas[fact.replica] = Replica(
+            fact.replica, index, rate, tokens, settings.block_bytes, self._cache_share
+        )
 
     def _owner_of(self, pinned: ReplicaId, now: float, exclude: Collection[ReplicaId]) -> Replica:
         replica = self._replicas.get(pinned)
@@ -331,8 +336,15 @@ class Router:
                 if tokens is not None:
                     ratio = self._bytes_per_token.learn(request.model, request.space, request.length, tokens)
                     replica.mix_bytes_per_token(ratio)
-                if usage.cached_tokens is not None:
-                    replica.check_belief(flight.cached_tokens, usage.cached_tokens)
+                cached = usage.cached_tokens
+                if cached is not None and replica.check_belief(flight.record, flight.cached_tokens, cached):
+                    self._resize_indexes()
+
+    def _resize_indexes(self) -> None:
+        """The share of cache that holds prefixes has moved: for all replicas, and memory is shared once."""
+        resized = [replica for replica in self._replicas.values() if replica.resize_index()]
+        if resized:
+            self._index.share_memory()
 
     def _candidates(self, request: RouteRequest, now: float, exclude: Collection[ReplicaId]) -> list[Replica]:
         model = request.model
