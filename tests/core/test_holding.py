@@ -93,7 +93,7 @@ def test_is_sent_a_little_ahead_of_the_end_of_the_prefill_before_it_when_time_al
 
 def test_behind_two_prefills_it_waits_for_a_first_token_whatever_the_clock_says() -> None:
     door = Door(1)
-    first = door.knock(door.prompt(5))
+    first = door.knock(door.prompt(3))
     door.knock(door.prompt(400))  # a small prompt in prefill leaves the replica free for another
     assert len(door.flights) == 2
     waiting = door.knock(door.prompt(100))
