@@ -70,7 +70,7 @@ class Workload(msgspec.Struct, frozen=True):
 SIZES = {"groups": 4, "system_tokens": 1_000, "context_tokens": 2_000, "turn_tokens": 250, "max_tokens": 24}
 """Prompts of 3,000 to 4,100 tokens, a third to a quarter of them shared by the group."""
 REGIMES = {
-    "fits": Workload(users=9, think_seconds=1.0, turns=5, chats=3, **SIZES),
+    "fits": Workload(users=9, think_seconds=1.0, turns=5, chats=4, **SIZES),
     "exceeds": Workload(users=31, think_seconds=5.0, turns=5, chats=1, **SIZES),
 }
 """Working sets of 0.6 and of 2 times the caches of three replicas; as many requests as a run of some 45 s serves."""
