@@ -40,9 +40,9 @@ MAX_MODEL_LEN = 8_192
 FLAGS = (
     *("--num-gpu-blocks-override", str(CACHE_BLOCKS), "--max-model-len", str(MAX_MODEL_LEN)),
     # In vLLM 0.32 engine and worker are two processes on a CPU, and each waits for the other in a loop of sched_yield,
-    # for up to a second. With more such processes than cores, Linux 6.18 lets those that yielded wait for seconds once
-    # they have work: prompts with 300 uncached tokens took 4 to 8 s. With both in one process the slowest first token
-    # of such a run came after 2.7 s instead of 5.9. The class is named because the short name `uni` is overruled there.
+    # for up to a second. With three replicas on two busy cores, workers were seen runnable but hardly run for seconds;
+    # the likely reason is that Linux 6.18 puts back whoever yields. Slowest first token of a run: 4.8 and 5.9 s, with
+    # both in one process 2.7 s (one run, same chats). The class is named because the short name `uni` is overruled.
     *("--distributed-executor-backend", "vllm.v1.executor.uniproc_executor.UniProcExecutor"),
 )
 START_SECONDS = 240.0
