@@ -45,17 +45,32 @@ class Script:
         await exchange.end_stream()
 
 
+Output = pytest.CaptureFixture[bytes]
+
+
 class Watched:
     """A gateway in this process: its decisions and records as they come, over real connections to its replicas."""
 
-    def __init__(self, gateway: app.Gateway, client: httpx.AsyncClient) -> None:
+    def __init__(self, gateway: app.Gateway, client: httpx.AsyncClient, output: Output) -> None:
         self.gateway = gateway
         self.client = client
         self.decisions: list[Decision] = []
-        self.records: list[RequestRecord] = []
+        self._output = output
+        self._log = b""
         gateway.router.before_start = lambda decision, now: self.decisions.append(decision)
-        count = gateway.telemetry.request_ended
-        gateway.telemetry.request_ended = lambda record: (count(record), self.records.append(record))[0]  # type: ignore[method-assign]
+
+    async def record(self, response: httpx.Response) -> RequestRecord:
+        """What the log says of this request."""
+        id = response.headers["x-request-id"].encode()
+        self.gateway.telemetry.flush()
+
+        def is_written() -> bool:
+            self._log += self._output.readouterr().out
+            return any(id in line for line in self._log.split(b"\n")[:-1])
+
+        await eventually(is_written)
+        (line,) = [line for line in self._log.split(b"\n") if id in line]
+        return msgspec.json.decode(line, type=RequestRecord)
 
     async def explain(self, body: dict[str, Any], **headers: str) -> dict[str, Any]:
         answer = await self.client.post("/warmlane/route", json=body, headers=headers)
@@ -67,9 +82,9 @@ class Watched:
 
 
 @contextlib.asynccontextmanager
-async def watched(*replicas: ScriptedReplica, **routing: Any) -> AsyncIterator[Watched]:
+async def watched(output: Output, *replicas: ScriptedReplica, **routing: Any) -> AsyncIterator[Watched]:
     config = Config(
-        server=Server(log="off"),
+        server=Server(log="json"),
         replicas=[Replica(url=replica.url) for replica in replicas],
         routing=Routing(**routing),
         feeds=Feeds(probe_interval_seconds=0.1, scrape_interval_seconds=0.1),
@@ -79,12 +94,12 @@ async def watched(*replicas: ScriptedReplica, **routing: Any) -> AsyncIterator[W
     async with gateway.run_beside(), httpx.AsyncClient(transport=transport, base_url="http://gateway") as client:
         await until_ready(client, len(replicas))
         await eventually(lambda: all(one.load for one in gateway.router.statistics(gateway.clock()).replicas))
-        yield Watched(gateway, client)
+        yield Watched(gateway, client, output)
 
 
-def check(said: dict[str, Any], watched: Watched, response: httpx.Response) -> None:
+async def check(said: dict[str, Any], watched: Watched, response: httpx.Response) -> None:
     """The dry run against the decision, the headers and the record of the request that followed it."""
-    decision, record = watched.decisions[-1], watched.records[-1]
+    decision, record = watched.decisions[-1], await watched.record(response)
     assert said == app.explained(decision)  # every replica's cost, part by part
     for candidate in said["ranking"]:
         assert sum(candidate["parts"].values()) == pytest.approx(candidate["total_seconds"])
@@ -95,26 +110,26 @@ def check(said: dict[str, Any], watched: Watched, response: httpx.Response) -> N
     assert (record.policy, record.reason) == (said["policy"], said["reason"])
 
 
-async def test_the_dry_run_says_what_the_next_request_does() -> None:
+async def test_the_dry_run_says_what_the_next_request_does(capsysbinary: Output) -> None:
     script = Script()
     async with ScriptedReplica(script).running() as one, ScriptedReplica(script).running() as two:
-        async with watched(one, two) as gateway:
+        async with watched(capsysbinary, one, two) as gateway:
             said = await gateway.explain(chat(PROMPT))
             assert said["reason"] == "cold"
             assert not gateway.decisions
-            check(said, gateway, await gateway.send(chat(PROMPT)))
+            await check(said, gateway, await gateway.send(chat(PROMPT)))
             assert len(one.exchanges) + len(two.exchanges) == 1
             said = await gateway.explain(chat(PROMPT + "and more" * 300))
             assert said["reason"] == "warm"
             assert said["ranking"][0]["cached_tokens"] > 5_000
             assert said["ranking"][1]["cached_tokens"] == 0
-            check(said, gateway, await gateway.send(chat(PROMPT + "and more" * 300)))
+            await check(said, gateway, await gateway.send(chat(PROMPT + "and more" * 300)))
 
 
-async def test_the_dry_run_counts_the_requests_that_run() -> None:
+async def test_the_dry_run_counts_the_requests_that_run(capsysbinary: Output) -> None:
     script = Script()
     async with ScriptedReplica(script).running() as one, ScriptedReplica(script).running() as two:
-        async with watched(one, two) as gateway:
+        async with watched(capsysbinary, one, two) as gateway:
             streams = [asyncio.create_task(gateway.send(chat(f"{n}" * 2000, stream=True))) for n in range(3)]
             await eventually(lambda: len(gateway.decisions) == 3)
             flights = gateway.gateway.router
@@ -124,25 +139,25 @@ async def test_the_dry_run_counts_the_requests_that_run() -> None:
             said = await gateway.explain(chat("short"))
             assert sorted(candidate["in_flight"] for candidate in said["ranking"]) == [1, 2]
             assert all(candidate["parts"]["requests"] > 0 for candidate in said["ranking"])
-            check(said, gateway, await gateway.send(chat("short")))
+            await check(said, gateway, await gateway.send(chat("short")))
             script.released.set()
             for stream in streams:
                 assert (await stream).status_code == 200
 
 
-async def test_the_dry_run_reads_the_session_as_the_front_door_does() -> None:
+async def test_the_dry_run_reads_the_session_as_the_front_door_does(capsysbinary: Output) -> None:
     async with ScriptedReplica(Script()).running() as one, ScriptedReplica(Script()).running() as two:
-        async with watched(one, two, policy="session-hash") as gateway:
+        async with watched(capsysbinary, one, two, policy="session-hash") as gateway:
             homes = set()
             for number in range(16):
                 said = await gateway.explain(chat("same"), **{"x-session-id": f"s{number}"})
                 homes.add(said["replica"])
-                check(said, gateway, await gateway.send(chat("same"), **{"x-session-id": f"s{number}"}))
+                await check(said, gateway, await gateway.send(chat("same"), **{"x-session-id": f"s{number}"}))
             assert len(homes) == 2
 
 
-async def test_a_body_that_the_front_door_refuses_is_not_explained() -> None:
-    async with ScriptedReplica().running() as replica, watched(replica) as gateway:
+async def test_a_body_that_the_front_door_refuses_is_not_explained(capsysbinary: Output) -> None:
+    async with ScriptedReplica().running() as replica, watched(capsysbinary, replica) as gateway:
         for path in ("/warmlane/route", "/v1/chat/completions"):
             answer = await gateway.client.post(path, content=b"{not json")
             assert (answer.status_code, answer.json()["error"]["type"]) == (400, "invalid_request_error")
