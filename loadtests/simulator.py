@@ -9,8 +9,12 @@ enters its replica's queue. First token and end travel back the same way and bec
 A request whose replica died before its first token is decided again without that replica; one that had its first token
 fails. Times are counted from its arrival, so waiting in the gateway is part of its time to first token.
 
+**Arrivals.** In an open loop requests arrive as recorded, however slow the fleet is. In a closed loop only the first of
+each session does; every other one comes when the one before it is over (answered, shed or lost) and was thought about.
+
 **What the router knows.** Its own sends, and what a gateway would hear: probes, load snapshots at each scrape, usage
-at the end. Prefill rates it learns, unless the fleet tells it one.
+at the end. Prefill rates it learns, unless the fleet tells it some. Several gateways that share nothing are several
+routers over the same replicas.
 
 **Prompts.** Ids of a trace are 512-token blocks, chained already. They go to the router as token-id prompts, which
 have four key bytes a token.
@@ -18,190 +22,135 @@ have four key bytes a token.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from heapq import heappop, heappush
-from itertools import count
+from dataclasses import replace
+from functools import partial
 from typing import cast
 
-from gateway.core.admission import Admitted, Shed, Ticket, Waiting
-from gateway.core.flight import Flight
 from gateway.core.model import (
     BlockHash,
+    Fact,
     LoadReported,
     LoadSnapshot,
-    NoReplica,
-    Outcome,
     ProbeAnswered,
     ReplicaAdded,
-    ReplicaId,
     RouteRequest,
     Space,
-    Usage,
 )
 from gateway.core.router import Router
 from gateway.core.settings import RoutingSettings
+from loadtests.fleet import INFINITY, Fleet, Restart, Station, answers_of
 from loadtests.traces import BLOCK_TOKENS, Request
-from workers.engine_model import EngineModel, EngineRequest, EngineSettings, Milestone
+from loadtests.virtual_gateway import Gateway, Timers, Trip
+from workers.engine_model import EngineModel, EngineRequest, Milestone
+
+__all__ = ["Fleet", "Restart", "Simulator", "Trip"]
 
 KEY_BYTES_PER_TOKEN = 4
 """Of a prompt of token ids (`gateway.core.rates.BYTES_PER_TOKEN`)."""
-INFINITY = float("inf")
 PROGRESS_REQUESTS = 500
 """Progress is reported after so many arrivals: several times a second."""
 
-
-@dataclass(frozen=True, slots=True)
-class Restart:
-    """One replica dies and comes back with an empty cache."""
-
-    replica: int
-    at: float
-    down_seconds: float = 30.0
-
-
-@dataclass(frozen=True, slots=True)
-class Fleet:
-    """Replicas and the way to them. The defaults are one generic large GPU, eight times."""
-
-    replicas: int = 8
-    cache_tokens: int = 1_500_000
-    """KV cache of each replica."""
-    reported_cache_tokens: int | None = None
-    """What it reports, where that is not the truth."""
-    prefill_rate: float = 20_000.0
-    """Uncached prompt tokens per second."""
-    decode_rate: float = 60.0
-    """Tokens per second of each request."""
-    max_num_seqs: int = 64
-    first_token_floor_seconds: float = 0.03
-    """Least time from leaving the engine's queue to the first token. It delays the token, not the next prefill."""
-    speeds: tuple[float, ...] = ()
-    """How many times faster each replica is than that, first replica first; 1 where none is given."""
-    network_delay_seconds: float = 0.0
-    """Between gateway and replica, each way."""
-    scrape_seconds: float | None = 0.5
-    """As in the gateway's configuration; `None`: capacity is told once, load never."""
-    told_prefill_rate: float | None = None
-    """What the gateway is told about prefill, as a preset would; it learns in any case."""
-    restart: Restart | None = None
-
-    def speed(self, place: int) -> float:
-        return self.speeds[place] if place < len(self.speeds) else 1.0
-
-    @property
-    def total_prefill_rate(self) -> float:
-        return self.prefill_rate * sum(self.speed(place) for place in range(self.replicas))
-
-    def engine(self, place: int) -> EngineModel:
-        settings = EngineSettings(
-            cache_tokens=self.cache_tokens,
-            block_size=BLOCK_TOKENS,
-            prefill_rate=self.prefill_rate * self.speed(place),
-            decode_rate=self.decode_rate * self.speed(place),
-            max_num_seqs=self.max_num_seqs,
-            first_token_floor_seconds=self.first_token_floor_seconds,
-        )
-        return EngineModel(settings)
-
-
-@dataclass(slots=True, eq=False)
-class Trip:
-    """What became of one request."""
-
-    request: Request
-    route: RouteRequest
-    place: int = -1
-    """Replica that it was sent to last."""
-    predicted_tokens: float = 0.0
-    """Cached tokens that the router expected there."""
-    longest_tokens: float = 0.0
-    """Cached tokens that it expected where it expected most."""
-    cached_tokens: int = 0
-    """Those that were there."""
-    first_token_at: float | None = None
-    ended_at: float | None = None
-    shed: bool = False
-    failed: bool = False
-    """Lost with its replica, refused by all, or too long for any."""
-    retries: int = 0
-    ticket: Ticket | None = None
-    flight: Flight | None = None
-
-    @property
-    def ttft_seconds(self) -> float | None:
-        return None if self.first_token_at is None else self.first_token_at - self.request.arrival
-
-
-class Station:
-    """One replica: its engine while it is up, and who is there."""
-
-    __slots__ = ("engine", "id", "started_at", "trips")
-
-    def __init__(self, place: int, engine: EngineModel) -> None:
-        self.id = ReplicaId(f"http://replica-{place}:8000")
-        self.engine: EngineModel | None = engine
-        self.trips: dict[Trip, None] = {}
-        self.started_at = 0.0
+MakeRouter = Callable[[RoutingSettings, int], Router]
 
 
 class Simulator:
     """One run of one trace under one policy."""
 
     def __init__(
-        self, requests: Sequence[Request], fleet: Fleet, routing: RoutingSettings | None = None, seed: int = 0
+        self,
+        requests: Sequence[Request],
+        fleet: Fleet,
+        routing: RoutingSettings | None = None,
+        seed: int = 0,
+        *,
+        closed_loop: bool = False,
+        make_router: MakeRouter = Router,
     ) -> None:
+        """`make_router` is for experiments with a router that decides otherwise."""
         self.fleet = fleet
-        settings = replace(routing or RoutingSettings(), block_bytes=BLOCK_TOKENS * KEY_BYTES_PER_TOKEN)
-        self.router = Router(settings, seed)
         self.trips: list[Trip] = []
+        """Of those that arrived, in order of the trace once all is over."""
         self.seconds = 0.0
         """Virtual time of the last event."""
         self._requests = requests
+        self._answers = answers_of(requests) if fleet.cache_answers else [()] * len(requests)
+        self._timers = Timers(fleet.network_delay_seconds)
         self._stations = [Station(place, fleet.engine(place)) for place in range(fleet.replicas)]
-        self._place_of = {station.id: place for place, station in enumerate(self._stations)}
         self._engine_at = [INFINITY] * fleet.replicas  # next event of each engine
-        self._timers: list[tuple[float, int, Callable[[float], None]]] = []
-        self._order = count()
-        self._at_door: dict[Ticket, Trip] = {}
-        self._release_at = INFINITY
+        self._sharing = 1  # replicas that share the processor
+        settings = replace(routing or RoutingSettings(), block_bytes=BLOCK_TOKENS * KEY_BYTES_PER_TOKEN)
+        self.gateways = [
+            Gateway(make_router(settings, seed + place), self._timers, self._stations, self._deliver, self._over)
+            for place in range(fleet.deciders)
+        ]
+        self._coming, self._next_of = in_order(requests, closed_loop)
+
+    @property
+    def router(self) -> Router:
+        """Of the first gateway."""
+        return self.gateways[0].router
+
+    @property
+    def preemptions(self) -> int:
+        return sum(station.preemptions(self.seconds) for station in self._stations)
 
     def run(self, on_progress: Callable[[int], None] | None = None) -> list[Trip]:
         """All of it. Call once. `on_progress` hears how many requests have arrived."""
         self._open()
-        engine_at, timers, requests = self._engine_at, self._timers, self._requests
-        arrived, arrival_at = 0, requests[0].arrival if requests else INFINITY
+        engine_at, timers, requests, coming = self._engine_at, self._timers, self._requests, self._coming
+        arrival_at = requests[coming[0]].arrival if coming else INFINITY
+        reported = 0
         while True:
-            at = min(engine_at)
-            timer_at = timers[0][0] if timers else INFINITY
+            at, timer_at = min(engine_at), timers.next_at
             # What a replica did is known before what arrives at the same moment is decided.
             if at <= timer_at and at <= arrival_at:
                 if at == INFINITY:
-                    return self.trips
+                    break
                 self._advance(engine_at.index(at), at)
             elif timer_at <= arrival_at:
                 at = timer_at
-                heappop(timers)[2](at)
+                timers.fire()
             else:
                 at = arrival_at
-                self._arrive(requests[arrived], at)
-                arrived += 1
-                arrival_at = requests[arrived].arrival if arrived < len(requests) else INFINITY
-                if on_progress is not None and arrived % PROGRESS_REQUESTS == 0 and arrived < len(requests):
-                    on_progress(arrived)
+                self._arrive(coming.popleft(), at)
+                arrival_at = requests[coming[0]].arrival if coming else INFINITY
             self.seconds = at
+            arrived = len(self.trips)
+            if on_progress is not None and reported + PROGRESS_REQUESTS <= arrived < len(requests):
+                reported = arrived
+                on_progress(arrived)
+        self.trips.sort(key=lambda trip: trip.number)
+        return self.trips
 
-    # ---- time ------------------------------------------------------------------------------------------------------
+    # ---- the clients -----------------------------------------------------------------------------------------------
 
-    def _at(self, time: float, act: Callable[[float], None]) -> None:
-        heappush(self._timers, (time, next(self._order), act))
+    def _arrive(self, number: int, now: float) -> None:
+        request = self._requests[number]
+        route = RouteRequest(
+            blocks=cast(Sequence[BlockHash], request.blocks),
+            length=request.input_tokens * KEY_BYTES_PER_TOKEN,
+            space=Space.TOKENS,
+            session=request.session,
+        )
+        gateway = self.gateways[len(self.trips) % len(self.gateways)]
+        trip = Trip(request, route, number, now, gateway)
+        self.trips.append(trip)
+        gateway.arrive(trip, now)
 
-    def _travel(self, now: float, act: Callable[[float], None]) -> None:
-        """`act` once a message sent now has come over."""
-        if self.fleet.network_delay_seconds:
-            self._at(now + self.fleet.network_delay_seconds, act)
-        else:
-            act(now)
+    def _over(self, trip: Trip, now: float) -> None:
+        """Its client has the answer, or knows that there is none: in a closed loop the next one of its session."""
+        session = trip.request.session
+        if session is None or not (coming := self._next_of.get(session)):
+            return
+        number = coming.popleft()
+        request = self._requests[number]
+        think = request.think_seconds
+        at = max(now, request.arrival) if think is None else now + think
+        self._timers.at(at, partial(self._arrive, number))
+
+    # ---- the replicas ----------------------------------------------------------------------------------------------
 
     def _advance(self, place: int, now: float) -> None:
         station = self._stations[place]
@@ -213,168 +162,105 @@ class Simulator:
             trip = cast(Trip, request.key)
             if milestone is Milestone.FIRST_TOKEN:
                 trip.cached_tokens = request.cached_tokens
-                self._travel(at, lambda now, trip=trip: self._first_token(trip, now))  # type: ignore[misc]
+                self._timers.travel(at, partial(trip.gateway.first_token, trip))
             else:
                 del station.trips[trip]
-                self._travel(at, lambda now, trip=trip: self._end(trip, now))  # type: ignore[misc]
+                self._timers.travel(at, partial(trip.gateway.end, trip))
         self._plan(place, engine)
+        self._share_processor(now)
 
     def _plan(self, place: int, engine: EngineModel) -> None:
         at = engine.next_event()
         self._engine_at[place] = INFINITY if at is None else at
 
-    # ---- the gateway -----------------------------------------------------------------------------------------------
-
-    def _arrive(self, request: Request, now: float) -> None:
-        route = RouteRequest(
-            blocks=cast(Sequence[BlockHash], request.blocks),
-            length=request.input_tokens * KEY_BYTES_PER_TOKEN,
-            space=Space.TOKENS,
-            session=request.session,
-        )
-        trip = Trip(request, route)
-        self.trips.append(trip)
-        match self.router.admit(route, now):
-            case Admitted(ticket=ticket):
-                trip.ticket = ticket
-                self._dispatch(trip, now)
-            case Waiting(ticket=ticket):
-                trip.ticket = ticket
-                self._at_door[ticket] = trip
-                self._release(now)
-            case Shed() as answer:
-                trip.shed = True
-                answer.leave(now)
-
-    def _release(self, now: float) -> None:
-        """Let in who may go on, and come back when the router says so."""
-        answer = self.router.release(now)
-        for ticket in answer.shed:
-            trip = self._at_door.pop(ticket)
-            trip.shed = True
-            ticket.leave(now)
-        for ticket in answer.ready:
-            self._dispatch(self._at_door.pop(ticket), now)
-        if answer.again_at is not None and answer.again_at < self._release_at:
-            self._release_at = answer.again_at
-            self._at(answer.again_at, self._release_due)
-
-    def _release_due(self, now: float) -> None:
-        if now >= self._release_at:
-            self._release_at = INFINITY
-        self._release(now)
-
-    def _dispatch(self, trip: Trip, now: float, tried: Sequence[ReplicaId] = ()) -> None:
-        flight = None if trip.ticket is None or tried else trip.ticket.take_flight()
-        if flight is None:
-            try:
-                decision = self.router.decide(trip.route, now, tried)
-            except NoReplica:
-                self._give_up(trip, now)
-                return
-            flight = self.router.start(decision, now)
-        decision, trip.flight = flight.decision, flight
-        trip.predicted_tokens = decision.view.cached_tokens
-        trip.longest_tokens = max([view.cached_tokens for view, _ in decision.ranking])
-        trip.place = self._place_of[decision.replica]
-        self._travel(now, lambda now: self._deliver(trip, now))
-
-    def _first_token(self, trip: Trip, now: float) -> None:
-        assert trip.flight is not None
-        trip.first_token_at = now
-        trip.flight.first_token(now)
-        if self._at_door:
-            self._release(now)
-
-    def _end(self, trip: Trip, now: float) -> None:
-        assert trip.flight is not None
-        trip.ended_at = now
-        request = trip.request
-        trip.flight.finish(
-            Outcome.COMPLETED, now, Usage(request.input_tokens, trip.cached_tokens, request.output_tokens)
-        )
-        self._leave(trip, now)
-
-    def _lost(self, trip: Trip, now: float) -> None:
-        """Its replica is gone: another one, if the client has seen nothing yet."""
-        assert trip.flight is not None
-        trip.flight.finish(Outcome.FAILED, now)
-        if trip.first_token_at is not None:
-            self._give_up(trip, now)
+    def _share_processor(self, now: float) -> None:
+        """Somebody may have become busy, or idle."""
+        if not self.fleet.shared_processor:
             return
-        trip.retries += 1
-        self._dispatch(trip, now, [self._stations[trip.place].id])
-
-    def _rejected(self, trip: Trip, now: float) -> None:
-        assert trip.flight is not None
-        trip.flight.finish(Outcome.REJECTED, now)
-        self._give_up(trip, now)
-
-    def _give_up(self, trip: Trip, now: float) -> None:
-        trip.failed = True
-        self._leave(trip, now)
-
-    def _leave(self, trip: Trip, now: float) -> None:
-        assert trip.ticket is not None
-        trip.ticket.leave(now)
-        if self._at_door:
-            self._release(now)
-
-    # ---- the replicas ----------------------------------------------------------------------------------------------
-
-    def _open(self) -> None:
+        busy = max(1, sum(station.is_busy for station in self._stations))
+        if busy == self._sharing:
+            return
+        self._sharing = busy
         for place, station in enumerate(self._stations):
-            self.router.observe(ReplicaAdded(station.id, self.fleet.told_prefill_rate), 0.0)
-            self.router.observe(ProbeAnswered(station.id, True), 0.0)
-            self._report(place, 0.0)
-        if self.fleet.scrape_seconds is not None:
-            self._at(self.fleet.scrape_seconds, self._scrape)
-        if (restart := self.fleet.restart) is not None:
-            self._at(restart.at, lambda now: self._die(restart.replica, now))
-            self._at(restart.at + restart.down_seconds, lambda now: self._return(restart.replica, now))
+            if station.engine is not None:
+                station.engine.share_processor(1 / busy, now)
+                self._plan(place, station.engine)
 
     def _deliver(self, trip: Trip, now: float) -> None:
         """It reached its replica."""
         place, request = trip.place, trip.request
         station = self._stations[place]
         if station.engine is None:
-            self._travel(now, lambda now: self._lost(trip, now))
+            self._timers.travel(now, partial(trip.gateway.lost, trip))
             return
+        job = EngineRequest(
+            request.input_tokens, request.output_tokens, request.blocks, self._answers[trip.number], key=trip
+        )
         try:
-            station.engine.submit(
-                EngineRequest(request.input_tokens, request.output_tokens, request.blocks, key=trip), now
-            )
+            station.engine.submit(job, now)
         except ValueError:  # longer than the whole KV cache
-            self._travel(now, lambda now: self._rejected(trip, now))
+            self._timers.travel(now, partial(trip.gateway.rejected, trip))
             return
         station.trips[trip] = None
         self._plan(place, station.engine)
+        self._share_processor(now)
 
     def _die(self, place: int, now: float) -> None:
-        station = self._stations[place]
-        lost, station.trips, station.engine = station.trips, {}, None
+        lost = self._stations[place].die(now)
         self._engine_at[place] = INFINITY
+        self._share_processor(now)
         for trip in lost:
-            self._travel(now, lambda now, trip=trip: self._lost(trip, now))  # type: ignore[misc]
+            self._timers.travel(now, partial(trip.gateway.lost, trip))
 
     def _return(self, place: int, now: float) -> None:
         station = self._stations[place]
         station.engine, station.started_at = self.fleet.engine(place), now
-        self.router.observe(ProbeAnswered(station.id, True), now)
-        self._report(place, now)
+        station.engine.share_processor(1 / self._sharing, now)
+
+    # ---- the feeds -------------------------------------------------------------------------------------------------
+
+    def _open(self) -> None:
+        fleet = self.fleet
+        for place, station in enumerate(self._stations):
+            self._observe([ReplicaAdded(station.id, fleet.told_prefill_rate(place))], 0.0)
+        self._probe(0.0)
+        self._scrape(0.0)
+        if (restart := fleet.restart) is not None:
+            self._timers.at(restart.at, partial(self._die, restart.replica))
+            self._timers.at(restart.back_at, partial(self._return, restart.replica))
+
+    def _observe(self, facts: Sequence[Fact], now: float) -> None:
+        for gateway in self.gateways:
+            gateway.observe(facts, now)
+
+    @property
+    def _is_over(self) -> bool:
+        """Nobody will be decided any more, whatever becomes known."""
+        return len(self.trips) == len(self._requests) and not any(gateway.waiting for gateway in self.gateways)
+
+    def _probe(self, now: float) -> None:
+        facts: list[Fact] = []
+        for station in self._stations:
+            is_up = station.engine is not None
+            facts.append(ProbeAnswered(station.id, is_up, "" if is_up else "connection refused"))
+        self._timers.travel(now, partial(self._observe, facts))
+        if self.fleet.restart is not None and not self._is_over:
+            self._timers.at(now + self.fleet.probe_seconds, self._probe)
 
     def _scrape(self, now: float) -> None:
-        """Everybody is scraped at once, as long as somebody may still be decided."""
-        for place, station in enumerate(self._stations):
-            if station.engine is None:
-                self.router.observe(ProbeAnswered(station.id, False, "connection refused"), now)
-            else:
-                self._report(place, now)
-        if len(self.trips) < len(self._requests) or self._at_door:
-            assert self.fleet.scrape_seconds is not None
-            self._at(now + self.fleet.scrape_seconds, self._scrape)
+        """Everybody who is there is scraped at once."""
+        if now >= self.fleet.scrape_fails_at:
+            return
+        facts = [self._load_of(place, now) for place, one in enumerate(self._stations) if one.engine is not None]
+        tell = partial(self._observe, facts)
+        if delay := self.fleet.scrape_delay_seconds:
+            self._timers.at(now + delay, lambda now: self._timers.travel(now, tell))
+        else:
+            self._timers.travel(now, tell)
+        if self.fleet.scrape_seconds is not None and not self._is_over:
+            self._timers.at(now + self.fleet.scrape_seconds, self._scrape)
 
-    def _report(self, place: int, now: float) -> None:
+    def _load_of(self, place: int, now: float) -> Fact:
         station = self._stations[place]
         engine = station.engine
         assert engine is not None
@@ -390,4 +276,21 @@ class Simulator:
             cache_tokens=self.fleet.reported_cache_tokens or self.fleet.cache_tokens,
             started_at=station.started_at,
         )
-        self._travel(now, lambda now: self.router.observe(LoadReported(station.id, snapshot), now))
+        return LoadReported(station.id, snapshot)
+
+
+def in_order(requests: Sequence[Request], closed_loop: bool) -> tuple[deque[int], dict[str, deque[int]]]:
+    """Places in the trace of those that arrive as recorded, and by session of those that wait for the one before."""
+    if not closed_loop:
+        return deque(range(len(requests))), {}
+    coming: deque[int] = deque()
+    next_of: dict[str, deque[int]] = {}
+    for number, request in enumerate(requests):
+        if request.session is None:
+            coming.append(number)
+        elif request.session in next_of:
+            next_of[request.session].append(number)
+        else:
+            coming.append(number)
+            next_of[request.session] = deque()
+    return coming, next_of

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 
+from gateway.core.model import LoadReported
 from gateway.core.settings import POLICY_NAMES, RoutingSettings
+from loadtests.fleet import answers_of
 from loadtests.simulator import Fleet, Restart, Simulator, Trip
-from loadtests.traces import Request, Synthetic, synthetic
+from loadtests.traces import Chats, Request, Synthetic, synthetic
 
+NEVER_SHED = RoutingSettings(max_waiting=1_000_000, max_wait_seconds=1e9)
 SYNTHETIC = Synthetic(requests=400, rate=40.0, groups=3, system_tokens=4096, samples=2, burstiness=4.0)
 
 
@@ -146,3 +150,224 @@ def test_the_router_learns_the_prefill_rate():
     for replica in simulator.router.statistics(simulator.seconds).replicas:
         assert replica.prefill_rate == pytest.approx(20_000, rel=0.25)
         assert replica.cache_tokens == 1_500_000
+
+
+# ---- closed loop ---------------------------------------------------------------------------------------------------
+
+
+def chat(*thinks: float | None, tokens: int = 2000, output: int = 61) -> list[Request]:
+    """Turns of one session, recorded a tenth of a second apart."""
+    return [Request(0.1 * turn, tokens, output, session="s", think_seconds=think) for turn, think in enumerate(thinks)]
+
+
+def test_the_next_turn_comes_when_the_answer_before_was_thought_about():
+    """Each takes 0.1 s of prefill and one second of decoding."""
+    trips = Simulator(chat(None, 0.5, 2.0), Fleet(replicas=1), closed_loop=True).run()
+    assert [trip.arrived_at for trip in trips] == pytest.approx([0.0, 1.6, 4.7])
+    assert [trip.ended_at for trip in trips] == pytest.approx([1.1, 2.7, 5.8])
+    assert ttfts(trips) == [0.1, 0.1, 0.1]
+
+
+def test_an_unknown_time_of_thinking_is_no_reason_to_come_before_it_was_recorded():
+    early, late = Request(0.05, 2000, 1, session="s"), Request(7.0, 2000, 1, session="s")
+    trips = Simulator([chat(None)[0], early, late], Fleet(replicas=1), closed_loop=True).run()
+    assert [trip.arrived_at for trip in trips] == pytest.approx([0.0, 1.1, 7.0])
+
+
+def test_an_open_loop_does_not_wait_for_answers():
+    trips = Simulator(chat(None, 0.5, 2.0), Fleet(replicas=1)).run()
+    assert [trip.arrived_at for trip in trips] == [0.0, 0.1, 0.2]
+
+
+def test_who_is_turned_away_thinks_as_long_and_comes_again():
+    """A stranger keeps the only replica busy for ten seconds; after one in the waiting room the first turn is shed."""
+    requests = [Request(0.0, 200_000, 1), *chat(None, 12.0)]
+    routing = RoutingSettings(max_in_flight=1, max_wait_seconds=1.0)
+    trips = Simulator(requests, Fleet(1), routing, closed_loop=True).run()
+    assert [trip.shed for trip in trips] == [False, True, False]
+    assert trips[2].arrived_at == pytest.approx(13.0)
+
+
+def test_who_lost_the_answer_comes_again_when_that_is_known():
+    fleet = Fleet(replicas=1, network_delay_seconds=0.02, restart=Restart(0, at=0.5, down_seconds=0.1))
+    trips = Simulator(chat(None, 5.0), fleet, closed_loop=True).run()
+    assert [trip.failed for trip in trips] == [True, False]
+    assert trips[1].arrived_at == pytest.approx(5.52)
+
+
+def test_trips_are_those_of_the_trace_in_its_order():
+    requests = synthetic(Chats(users=5, turns=3, chats=2, start_seconds=0.5), 1).requests
+    trips = Simulator(requests, Fleet(replicas=2), closed_loop=True).run()
+    assert [trip.request for trip in trips] == list(requests)
+    assert sorted(trips, key=lambda trip: trip.arrived_at) != trips
+
+
+# ---- engines -------------------------------------------------------------------------------------------------------
+
+
+def test_replicas_on_one_machine_share_its_speed():
+    """A second of prefill each, two at once: two seconds. Decoding alone afterwards is as fast as ever."""
+    requests = [Request(0.0, 20_000, 1), Request(0.0, 20_000, 61)]
+    shared, apart = (run(requests, Fleet(2, shared_processor=shared), "round-robin") for shared in (True, False))
+    assert ttfts(apart) == [1.0, 1.0]
+    assert ttfts(shared) == [2.0, 2.0]
+    assert shared[1].ended_at == pytest.approx(3.0)
+    assert Fleet(2, shared_processor=True).total_prefill_rate == 20_000
+
+
+def test_who_joins_on_a_shared_machine_slows_the_others_from_then_on():
+    requests = [Request(0.0, 20_000, 1), Request(0.5, 5_000, 1)]
+    assert ttfts(run(requests, Fleet(2, shared_processor=True), "round-robin")) == [1.25, 0.5]
+
+
+def test_prefill_and_decode_slow_each_other_when_they_share_steps():
+    """One decode token and 199 prefill tokens a step of 1/60 + 199/20,000 s."""
+    requests = [Request(0.0, 2000, 601), Request(1.0, 1990, 1)]
+    step_seconds = 1 / 60 + 199 / 20_000
+    trips = run(requests, Fleet(1, step_tokens=200), hold=False)
+    assert trips[1].ttft_seconds == pytest.approx(10 * step_seconds)
+    assert trips[0].ended_at == pytest.approx(10.1 + 10 * (step_seconds - 1 / 60))
+
+
+def test_more_at_once_decode_more_slowly():
+    trips = run([Request(0.0, 2000, 61)] * 2, Fleet(2, decode_slowdown=1.0), "round-robin")
+    assert [trip.ended_at for trip in trips] == pytest.approx([1.1, 1.1])
+    trips = run([Request(0.0, 2000, 61)] * 2, Fleet(1, decode_slowdown=1.0), "round-robin")
+    assert trips[0].ended_at == pytest.approx(2.0, abs=0.11)
+
+
+def test_a_full_replica_preempts_instead_of_reserving():
+    """Both prompts and answers need three blocks of 512 tokens; there are four."""
+    requests = [Request(0.0, 1000, 400), Request(0.0, 1000, 400)]
+    reserving, preempting = (
+        Simulator(requests, Fleet(1, cache_tokens=2048, preempts=preempts), RoutingSettings(hold=False))
+        for preempts in (False, True)
+    )
+    assert [max(ttfts(simulator.run()), key=str) for simulator in (reserving, preempting)] == [
+        pytest.approx(0.1 + 399 / 60),
+        0.1,
+    ]
+    assert (reserving.preemptions, preempting.preemptions) == (0, 1)
+
+
+def test_answers_fill_blocks_where_the_next_turn_repeats_them():
+    """A prompt of two blocks and 100 tokens, an answer of 500 (the third block and 88 more), the next turn."""
+    first = Request(0.0, 1124, 500, (1, 2), session="s")
+    next_turn = Request(20.0, 1700, 1, (1, 2, 3), session="s")
+    other = Request(30.0, 1700, 1, (1, 2, 4), session="t")
+    assert answers_of([first, next_turn, other]) == [(3,), (), ()]
+    cached = [
+        [trip.cached_tokens for trip in run([first, next_turn, other], Fleet(1, cache_answers=answers))]
+        for answers in (False, True)
+    ]
+    assert cached == [[0, 1024, 1024], [0, 1536, 1024]]
+
+
+def test_an_answer_that_the_next_turn_does_not_repeat_is_not_known():
+    first = Request(0.0, 1124, 500, (1, 2), session="s")
+    assert answers_of([first, Request(1.0, 1700, 1, (1, 5, 6), session="s")]) == [(), ()]
+    assert answers_of([first, Request(1.0, 1600, 1, (1, 2, 3), session="s")]) == [(), ()]
+
+
+# ---- what is known -------------------------------------------------------------------------------------------------
+
+
+def test_a_scrape_that_fails_from_the_start_tells_nothing():
+    simulator = Simulator(synthetic(SYNTHETIC, 1).requests, Fleet(replicas=2, scrape_fails_at=0.0))
+    simulator.run()
+    for replica in simulator.router.statistics(simulator.seconds).replicas:
+        assert replica.load is None
+        assert not replica.cache_tokens_known
+
+
+def test_a_scrape_that_fails_later_leaves_what_it_told():
+    simulator = Simulator(synthetic(SYNTHETIC, 1).requests, Fleet(replicas=2, scrape_fails_at=3.0))
+    simulator.run()
+    assert simulator.seconds > 5
+    for replica in simulator.router.statistics(simulator.seconds).replicas:
+        assert replica.load is not None
+        assert replica.load.taken_at == 2.5
+
+
+def test_load_snapshots_may_be_old_when_they_come():
+    requests = [Request(float(second), 2000, 1) for second in range(5)]
+    simulator = Simulator(requests, Fleet(1, scrape_seconds=1.0, scrape_delay_seconds=0.7, network_delay_seconds=0.1))
+    told: list[tuple[float, float]] = []
+    router = simulator.router
+    observe = router.observe
+
+    def listen(fact: object, now: float) -> None:
+        if isinstance(fact, LoadReported):
+            told.append((now, fact.snapshot.taken_at))
+        observe(fact, now)  # type: ignore[arg-type]
+
+    router.observe = listen  # type: ignore[method-assign]
+    simulator.run()
+    assert [now - taken for now, taken in told] == pytest.approx([0.8] * len(told))
+    assert len(told) >= 5
+
+
+def test_gateways_that_share_nothing_know_only_their_own_sends():
+    requests = [Request(float(at), 2048, 1, (1, 2, 3, 4)) for at in range(3)]
+    predicted = [
+        [trip.predicted_tokens for trip in run(requests, Fleet(1, gateways=2, shared_state=shared))]
+        for shared in (True, False)
+    ]
+    assert predicted == [[0.0, 2048.0, 2048.0], [0.0, 0.0, 2048.0]]
+
+
+def test_several_gateways_leave_nobody_behind():
+    requests = synthetic(SYNTHETIC, 2).requests
+    fleet = Fleet(replicas=3, cache_tokens=50_000, gateways=4, network_delay_seconds=0.01, restart=Restart(1, 2.0, 3.0))
+    simulator = Simulator(requests, fleet, NEVER_SHED, seed=1)
+    trips = simulator.run()
+    assert all((trip.ended_at is not None) != trip.failed for trip in trips)
+    assert len(simulator.gateways) == 4
+    for gateway in simulator.gateways:
+        statistics = gateway.router.statistics(simulator.seconds)
+        assert (statistics.in_flight, statistics.waiting) == (0, 0)
+        assert statistics.started >= 100
+
+
+def test_each_replica_may_be_told_another_rate():
+    fleet = Fleet(2, speeds=(1.0, 0.25), told_prefill_rates=(20_000, 5_000))
+    rates = [replica.prefill_rate for replica in Simulator([], fleet).router.statistics(0.0).replicas]
+    assert rates == []
+    simulator = Simulator([], fleet)
+    simulator.run()
+    rates = [replica.prefill_rate for replica in simulator.router.statistics(0.0).replicas]
+    assert rates == [20_000, 5_000]
+
+
+# ---- late binding, when things go wrong ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("delay", [0.0, 0.02])
+def test_a_held_request_whose_replica_dies_goes_elsewhere(delay: float):
+    """Replica 0 alone holds a prefix of 40,000 tokens and is busy for five seconds when two more prompts with it come:
+    they wait for it. It dies. Nothing was lost with it but the one that it worked on: they are refused at its door, or
+    hear of its death before, and are with the other one a tenth of a second later."""
+    blocks = tuple(range(78))
+    requests = [
+        Request(0.0, 40_000, 1, blocks),
+        Request(3.0, 140_000, 1, (*blocks, *range(1000, 1195))),
+        Request(3.1, 40_200, 1, blocks),
+        Request(3.2, 40_300, 1, blocks),
+    ]
+    fleet = Fleet(2, network_delay_seconds=delay, restart=Restart(0, at=4.0, down_seconds=60.0), probe_seconds=0.1)
+    first = run(requests[:1], fleet)[0].place
+    fleet = replace(fleet, restart=Restart(first, at=4.0, down_seconds=60.0))
+    trips = run(requests, fleet)
+    assert [trip.place for trip in trips] == [first, 1 - first, 1 - first, 1 - first]
+    assert all(trip.retries <= 1 for trip in trips)
+    assert all(trip.sent_at is not None and 4.0 <= trip.sent_at <= 4.2 for trip in trips[1:])
+    assert all(trip.ended_at is not None for trip in trips)
+
+
+def test_a_lost_request_is_not_sent_again_where_it_was_lost():
+    requests = [Request(0.1 * number, 20_000, 1) for number in range(12)]
+    trips = run(requests, Fleet(3, restart=Restart(0, at=1.0, down_seconds=0.2)), hold=False)
+    lost = [trip for trip in trips if trip.tried]
+    assert lost
+    assert all(f"replica-{trip.place}:" not in str(trip.tried) for trip in lost)
+    assert all(trip.ended_at is not None for trip in trips)
