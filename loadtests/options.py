@@ -40,7 +40,7 @@ Loads = Annotated[
         "--load",
         metavar="X[,X]...",
         help="Offered input tokens by what all replicas could prefill uncached, or `recorded`. Several give a report "
-        "for each. 1.0 when absent.",
+        "for each. When absent 1.0, in a closed loop `recorded`.",
     ),
 ]
 Speed = Annotated[float, Option("--speed", metavar="X", help="Times the recorded rate; with --load recorded.")]
@@ -73,6 +73,35 @@ Scrape = Annotated[
     str,
     Option("--scrape-interval", metavar="SECONDS", help="How often the gateway reads their metrics, or `never`."),
 ]
+Gateways = Annotated[
+    int, Option("--gateways", metavar="N", min=1, max=1_000, help="Requests are dealt to them in turn.")
+]
+SharedState = Annotated[bool, Option("--shared-state", help="Several gateways know the same, at once.")]
+ClosedLoop = Annotated[
+    bool,
+    Option("--closed-loop", help="The next request of a session waits for the answer, and for its user to think."),
+]
+DecodeSlowdown = Annotated[
+    float, Option("--decode-slowdown", metavar="X", help="Share that each further answer adds to a replica's step.")
+]
+StepTokens = Annotated[
+    int | None,
+    Option(
+        "--step-tokens",
+        metavar="N",
+        min=1,
+        help="Tokens of a step that prefill and answers share; when absent they do not slow each other.",
+    ),
+]
+Preempts = Annotated[
+    bool, Option("--preempts", help="Answers take KV cache as they grow, and may lose it; else it is reserved.")
+]
+CacheAnswers = Annotated[
+    bool, Option("--cache-answers", help="Answers stay in the cache for the session's next prompt, as in vLLM.")
+]
+SharedProcessor = Annotated[
+    bool, Option("--shared-processor", help="All replicas share the speed of one machine, as several on one GPU.")
+]
 NeverShed = Annotated[bool, Option("--never-shed", help="Let everybody wait as long as it takes.")]
 Hold = Annotated[
     bool | None,
@@ -103,6 +132,14 @@ class Options:
     network_delay_ms: NetworkDelay = 0.0
     restart: Restart = None
     scrape_interval: Scrape = "0.5"
+    gateways: Gateways = 1
+    shared_state: SharedState = False
+    decode_slowdown: DecodeSlowdown = 0.0
+    step_tokens: StepTokens = None
+    preempts: Preempts = False
+    cache_answers: CacheAnswers = False
+    shared_processor: SharedProcessor = False
+    closed_loop: ClosedLoop = False
     never_shed: NeverShed = False
     hold: Hold = None
     plot: Plot = None

@@ -34,7 +34,7 @@ def refuse(option: str, reason: str) -> NoReturn:
 
 def plans_of(options: Options) -> list[report.Plan]:
     """One for each load. Raises `Refused`."""
-    loads = loads_of(options.load or ["1.0"])
+    loads = loads_of(options.load or [RECORDED if options.closed_loop else "1.0"])
     positive("speed", options.speed)
     if options.speed != 1.0 and any(load is not None for load in loads):
         raise Refused(f"--speed multiplies the trace's own rate: add --load {RECORDED}")
@@ -49,6 +49,7 @@ def plans_of(options: Options) -> list[report.Plan]:
             sheds=not options.never_shed,
             hold=options.hold,
             limit=options.limit,
+            closed_loop=options.closed_loop,
         )
         for load in loads
     ]
@@ -72,9 +73,8 @@ def loads_of(texts: Sequence[str]) -> list[float | None]:
 
 
 def fleet_of(options: Options) -> Fleet:
-    delay = options.network_delay_ms
-    if not (delay >= 0 and isfinite(delay)):
-        refuse("network-delay-ms", "must be 0 or more")
+    if options.shared_state and options.gateways == 1:
+        refuse("shared-state", "is for several --gateways")
     return Fleet(
         replicas=options.replicas,
         cache_tokens=options.cache_tokens,
@@ -82,9 +82,16 @@ def fleet_of(options: Options) -> Fleet:
         decode_rate=positive("decode-rate", options.decode_rate),
         max_num_seqs=options.max_num_seqs,
         speeds=speeds_of(options.speeds, options.replicas),
-        network_delay_seconds=delay / 1000,
+        network_delay_seconds=not_negative("network-delay-ms", options.network_delay_ms) / 1000,
         scrape_seconds=scrape_of(options.scrape_interval),
         restart=None if options.restart is None else restart_of(options.restart, options.replicas),
+        gateways=options.gateways,
+        shared_state=options.shared_state,
+        decode_slowdown=not_negative("decode-slowdown", options.decode_slowdown),
+        step_tokens=options.step_tokens,
+        preempts=options.preempts,
+        cache_answers=options.cache_answers,
+        shared_processor=options.shared_processor,
     )
 
 
@@ -123,6 +130,12 @@ def number(text: str) -> float:
 def positive(option: str, value: float, alternative: str = "") -> float:
     if not (value > 0 and isfinite(value)):
         refuse(option, f"must be above 0{alternative}")
+    return value
+
+
+def not_negative(option: str, value: float) -> float:
+    if not (value >= 0 and isfinite(value)):
+        refuse(option, "must be 0 or more")
     return value
 
 

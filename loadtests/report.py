@@ -45,7 +45,7 @@ class Row:
 
     policy: str
     load: float
-    """Offered input tokens by what the fleet can prefill."""
+    """Offered input tokens by what the fleet can prefill; in a closed loop a result of the policy."""
     hit_pct: float
     ceiling_pct: float
     ttft_mean_s: float
@@ -74,6 +74,7 @@ class Report:
     bound: Row
     requests: int
     seeds: int
+    closed_loop: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +94,8 @@ class Plan:
     """Whether requests wait in the gateway until their replica can begin; `None`: the gateway's default."""
     limit: int | None = None
     """So many requests of the trace."""
+    closed_loop: bool = False
+    """Whether a session's next request waits for the answer before it, or comes as recorded."""
 
     def timed(self, exact: Trace) -> Trace:
         """The trace as it arrives under this plan."""
@@ -135,7 +138,7 @@ def compare(
     reports = []
     for rows in runs:
         *means, bound = [mean_of(row) for row in zip(*rows, strict=True)]
-        reports.append(Report(tuple(means), bound, requests, plans[0].seeds))
+        reports.append(Report(tuple(means), bound, requests, plans[0].seeds, plans[0].closed_loop))
     return reports
 
 
@@ -146,21 +149,22 @@ def rows_of(plan: Plan, timed: Trace, yardstick: Yardstick, seed: int, on_progre
     for policy in plan.policies:
         name = plan.name(policy, seed)
         on_progress(name, of, 0)
-        simulator = Simulator(timed.requests, plan.fleet, plan.routing(policy), seed)
+        simulator = Simulator(timed.requests, plan.fleet, plan.routing(policy), seed, closed_loop=plan.closed_loop)
         trips = simulator.run(partial(on_progress, name, of))
         on_progress(name, of, of)
         rows.append(row_of(policy, trips, plan.fleet, yardstick))
     on_progress(BOUND, of, 0)
-    rows.append(bound_of(timed, plan, yardstick, seed))
+    rows.append(bound_of(timed, plan, yardstick, seed, partial(on_progress, BOUND, of)))
     on_progress(BOUND, of, of)
-    load = timed.input_tokens / timed.seconds / plan.fleet.total_prefill_rate if timed.seconds else 0.0
-    return [replace(row, load=load) for row in rows]
+    return rows
 
 
 @dataclass(frozen=True, slots=True)
 class Yardstick:
     """What the trace itself says, whatever the policy and however fast it comes."""
 
+    input_tokens: tuple[int, ...]
+    """Of each request."""
     pooled_pct: float
     """Hits of one LRU of all replicas' size."""
     endless: tuple[int, ...]
@@ -169,19 +173,20 @@ class Yardstick:
     @classmethod
     def of(cls, trace: Trace, fleet: Fleet) -> Yardstick:
         pooled = sum(traces.cached_tokens(trace, fleet.replicas * fleet.cache_tokens))
-        return cls(percent(pooled, trace.input_tokens), tuple(traces.cached_tokens(trace, None)))
+        tokens = tuple(request.input_tokens for request in trace.requests)
+        return cls(tokens, percent(pooled, sum(tokens)), tuple(traces.cached_tokens(trace, None)))
 
 
-def bound_of(trace: Trace, plan: Plan, yardstick: Yardstick, seed: int) -> Row:
+def bound_of(trace: Trace, plan: Plan, yardstick: Yardstick, seed: int, on_progress: Callable[[int], None]) -> Row:
     """Least work over replicas that share one endless cache: only what it lacks is left to do."""
     requests = [
         replace(request, input_tokens=request.input_tokens - cached, blocks=())
         for request, cached in zip(trace.requests, yardstick.endless, strict=True)
     ]
-    fleet = replace(plan.fleet, cache_tokens=ENDLESS_TOKENS, restart=None)
+    fleet = replace(plan.fleet, cache_tokens=ENDLESS_TOKENS, restart=None, gateways=1)
     routing = replace(plan, sheds=False).routing(BOUND_POLICY)
-    simulator = Simulator(requests, fleet, routing, seed)
-    row = row_of(BOUND, simulator.run(), fleet, yardstick)
+    trips = Simulator(requests, fleet, routing, seed, closed_loop=plan.closed_loop).run(on_progress)
+    row = row_of(BOUND, trips, fleet, yardstick)
     hits = percent(sum(yardstick.endless), trace.input_tokens)
     none = 0.0
     return replace(
@@ -196,17 +201,20 @@ def bound_of(trace: Trace, plan: Plan, yardstick: Yardstick, seed: int) -> Row:
 
 def row_of(policy: str, trips: Sequence[Trip], fleet: Fleet, yardstick: Yardstick) -> Row:
     done = [trip for trip in trips if trip.ended_at is not None]
+    arrivals = [trip.arrived_at for trip in trips]
+    arriving = max(arrivals) - min(arrivals) if trips else 0.0
+    offered = sum(yardstick.input_tokens) / arriving if arriving else 0.0
     times = sorted([ttft for trip in trips if (ttft := trip.ttft_seconds) is not None])
     requests, work = [0.0] * fleet.replicas, [0.0] * fleet.replicas
     for trip in done:
         requests[trip.place] += 1
         work[trip.place] += (trip.request.input_tokens - trip.cached_tokens) / fleet.speed(trip.place)
     ended_at = max([trip.ended_at for trip in trips if trip.ended_at is not None], default=0.0)
-    seconds = ended_at - trips[0].request.arrival if done else 0.0
+    seconds = ended_at - min(arrivals) if done else 0.0
     hit, new, spilled, belief, evicted = hits_and_losses(trips, yardstick.endless)
     return Row(
         policy=policy,
-        load=0.0,  # `rows_of` knows it
+        load=offered / fleet.total_prefill_rate,
         hit_pct=hit,
         ceiling_pct=yardstick.pooled_pct,
         ttft_mean_s=sum(times) / len(times) if times else 0.0,
@@ -232,10 +240,10 @@ def hits_and_losses(trips: Sequence[Trip], endless: Sequence[int]) -> tuple[floa
     (two first prompts in another order) counts as a hit all the same.
     """
     tokens = hit = new = spilled = belief = 0.0
-    for trip, findable in zip(trips, endless, strict=True):
+    for trip in trips:
         if trip.first_token_at is None:
             continue
-        cached = float(trip.cached_tokens)
+        findable, cached = endless[trip.number], float(trip.cached_tokens)
         left = max(0.0, findable - cached)
         tokens += trip.request.input_tokens
         hit += cached
@@ -283,6 +291,7 @@ def as_json(reports: Sequence[Report]) -> str:
         "bounds": bounds,
         "requests": reports[0].requests,
         "seeds": reports[0].seeds,
+        "closed_loop": reports[0].closed_loop,
     }
     return msgspec.json.format(msgspec.json.encode(rounded), indent=2).decode()
 
@@ -334,7 +343,8 @@ def as_table(report: Report) -> str:
     seeds = f", mean of {report.seeds} seeds" if report.seeds > 1 else ""
     return "\n".join(
         [
-            f"{report.requests} requests at load {bound.load:.2f}{seeds}; TTFT in seconds, from arrival at the gateway",
+            f"{report.requests} requests {'in a closed loop, bound ' if report.closed_loop else ''}"
+            f"at load {bound.load:.2f}{seeds}; TTFT in seconds, from arrival at the gateway",
             f"ceiling: one LRU cache of all replicas' size hits {ceiling:.1f} % of the input tokens, "
             f"an endless one {bound.hit_pct:.1f} %",
             "",

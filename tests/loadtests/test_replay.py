@@ -14,7 +14,7 @@ from loadtests.options import Options
 from loadtests.replay import plans_of, restart_of
 from loadtests.report import Plan, as_table, imbalance, quantile, replay
 from loadtests.simulator import Fleet, Restart
-from loadtests.traces import Request, Synthetic, Trace, synthetic, write
+from loadtests.traces import Request, Synthetic, Trace, generator_named, synthetic, write
 
 SMALL = Fleet(replicas=4, cache_tokens=40_000)
 TRACE = synthetic(Synthetic(requests=300, groups=6, system_tokens=4096), 1)
@@ -270,3 +270,49 @@ def test_quantiles_are_nearest_ranks():
 def test_imbalance_is_the_busiest_by_the_mean():
     assert imbalance([4, 0]) == 2.0
     assert imbalance([0, 0]) == 1.0
+
+
+def test_a_closed_loop_offers_no_more_than_is_answered():
+    """Eight users, one slow replica: in an open loop the queue grows, in a closed one nobody asks before the answer."""
+    trace = synthetic(generator_named("chats,users=8,turns=4,chats=2,context_tokens=4000"), 1)
+    fleet = Fleet(replicas=1, cache_tokens=200_000, prefill_rate=4_000.0)
+    reports = [replay(trace, Plan(fleet, None, policies=("random",), closed_loop=closed)) for closed in (False, True)]
+    (opened,), (closed,) = (report.rows for report in reports)
+    assert opened.load == pytest.approx(trace.input_tokens / trace.seconds / 4_000)
+    assert closed.load < opened.load
+    assert closed.ttft_mean_s < opened.ttft_mean_s / 2
+    for report in reports:
+        for row in (*report.rows, report.bound):
+            assert row.hit_pct + row.lost_new_pct <= 100.0 + 1e-9
+            assert row.throughput_rps > 0
+    assert "in a closed loop" in as_table(reports[1])
+
+
+def test_the_command_line_knows_closed_loops_and_several_gateways(capsys):
+    arguments = ["--synthetic", "chats,users=4,turns=2,chats=1", "--policy", "random", "--json"]
+    code, out, _ = warmlane(capsys, *arguments, "--closed-loop", "--gateways", 2)
+    assert (code, json.loads(out)["closed_loop"], json.loads(out)["requests"]) == (0, True, 8)
+    (plan,) = plans_of(
+        Options(
+            gateways=3,
+            shared_state=True,
+            closed_loop=True,
+            decode_slowdown=0.1,
+            step_tokens=512,
+            preempts=True,
+            cache_answers=True,
+            shared_processor=True,
+        )
+    )
+    assert (plan.closed_loop, plan.load) == (True, None)
+    assert plan.fleet == Fleet(
+        gateways=3,
+        shared_state=True,
+        decode_slowdown=0.1,
+        step_tokens=512,
+        preempts=True,
+        cache_answers=True,
+        shared_processor=True,
+    )
+    code, _, err = warmlane(capsys, *arguments, "--shared-state")
+    assert (code, err) == (2, "warmlane: --shared-state: is for several --gateways\n")
