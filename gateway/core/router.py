@@ -272,7 +272,9 @@ class Router:
         """Let in, in turn, everybody whose choice of replica can begin with him; the others are promised theirs."""
         admission, promises, ready = self._admission, Promises(), list[Ticket]()
         free = {replica.id for replica in self._replicas.values() if holding.is_free(replica, now)}
-        waiting = admission.next_in_turn(now, holding.PLAN_REQUESTS) if free or not self._replicas else []
+        backlog_seconds = admission.waiting_prefill_seconds / max(1, len(self._replicas))
+        patience = max(holding.MINIMUM_PATIENCE_SECONDS, holding.PATIENCE * backlog_seconds)
+        waiting = admission.next_in_turn(now, holding.PLAN_REQUESTS, patience) if free or not self._replicas else []
         for ticket in waiting[: admission.room]:
             decision = self._wish(ticket.request, now, promises)
             if decision is not None and not (decision.replica in free and holding.has_room(decision.view)):

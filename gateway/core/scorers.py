@@ -27,7 +27,7 @@ def kv_overflow_tokens(view: ReplicaView) -> float:
 
 def kv_wait_seconds(view: ReplicaView, overflow_tokens: float) -> float:
     """Wait until that much KV cache is free again, at the pace at which requests there come to their end."""
-    return overflow_tokens * view.residence_seconds / min(view.in_flight_tokens, view.cache_tokens)
+    return overflow_tokens * view.residence_seconds / max(1.0, min(view.in_flight_tokens, view.cache_tokens))
 
 
 def crowd_requests(views: Sequence[ReplicaView], factor: float, slack: float) -> float:

@@ -228,3 +228,24 @@ def test_memory_stays_bounded_while_one_ticket_waits_and_thousands_pass() -> Non
             inside.pop().leave(float(i))
             inside += door.release(float(i)).ready
     assert len(door._arrivals) < 200
+
+
+def test_who_has_waited_out_his_patience_is_not_overtaken() -> None:
+    door, _ = full_house(seconds=1_000.0)
+    long = waiting(door, ask(), prefill=8.0, now=0.0)
+    shorts = [waiting(door, ask(), prefill=0.1, now=at) for at in (1.0, 9.0, 9.5)]
+    assert door.next_in_turn(10.0, 9) == [shorts[0], shorts[1], shorts[2], long]
+    assert door.next_in_turn(10.0, 9, patience=10.0) == [shorts[0], shorts[1], shorts[2], long]
+    assert door.next_in_turn(10.0, 9, patience=9.5) == [long, shorts[0], shorts[1], shorts[2]]
+    assert door.next_in_turn(10.0, 1, patience=5.0) == [long]
+
+
+def test_knows_how_much_waits() -> None:
+    door, inside = full_house()
+    assert door.waiting_prefill_seconds == 0.0
+    tickets = [waiting(door, ask(), prefill=seconds) for seconds in (0.5, 2.0, 1.0)]
+    assert door.waiting_prefill_seconds == pytest.approx(3.5)
+    tickets[1].leave(1.0)
+    assert door.waiting_prefill_seconds == pytest.approx(1.5)
+    served_in_turn(door, inside)
+    assert door.waiting_prefill_seconds == 0.0
