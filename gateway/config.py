@@ -78,8 +78,9 @@ class Routing(Struct, frozen=True, forbid_unknown_fields=True):
     index_memory_mib: Annotated[int, Meta(ge=1)] = CORE.index_memory_mib
     default_cache_tokens: Annotated[int, Meta(ge=1_024)] = CORE.default_cache_tokens
     default_prefill_rate: TokensPerSecond = CORE.default_prefill_rate
-    hold: bool = CORE.hold
-    """Late binding: a request waits here while the replica of its choice could not begin with it."""
+    hold: bool | None = CORE.hold
+    """Late binding: a request waits here while the replica of its choice could not begin with it. Not set: with
+    `cache-cost` it does, with the other policies it does not."""
     max_in_flight: Annotated[int, Meta(ge=1)] = CORE.max_in_flight
     max_waiting: Annotated[int, Meta(ge=0)] = CORE.max_waiting
     max_wait_seconds: Seconds = CORE.max_wait_seconds

@@ -26,6 +26,10 @@ class Policy(Protocol):
     def reads_cache(self) -> bool:
         """Whether it reads `eviction_loss` and `hot_missing_tokens`; they are 0 otherwise (they take time to find)."""
         ...
+    @property
+    def holds(self) -> bool:
+        """Whether requests are bound late (`core.holding`) unless the settings say otherwise."""
+        ...
 
     def costs(self, request: RouteRequest, views: Sequence[ReplicaView], draw: int) -> list[Cost]:
         """One cost for each view, in the same order. `draw` counts requests started: the only source of chance."""
@@ -42,6 +46,7 @@ class RoundRobin:
 
     name: str = "round-robin"
     reads_cache: bool = False
+    holds: bool = False
 
     def costs(self, request: RouteRequest, views: Sequence[ReplicaView], draw: int) -> list[Cost]:
         return [single("started", float(view.started)) for view in views]
@@ -53,6 +58,7 @@ class Random:
 
     name: str = "random"
     reads_cache: bool = False
+    holds: bool = False
 
     def costs(self, request: RouteRequest, views: Sequence[ReplicaView], draw: int) -> list[Cost]:
         return [single("draw", xxh3_64_intdigest(view.replica.encode(), draw) / 2**64) for view in views]
@@ -64,6 +70,7 @@ class LeastRequests:
 
     name: str = "least-requests"
     reads_cache: bool = False
+    holds: bool = False
 
     def costs(self, request: RouteRequest, views: Sequence[ReplicaView], draw: int) -> list[Cost]:
         return [single("requests", view.in_flight + view.foreign_requests) for view in views]
@@ -75,6 +82,7 @@ class LeastWork:
 
     name: str = "least-work"
     reads_cache: bool = False
+    holds: bool = False
 
     def costs(self, request: RouteRequest, views: Sequence[ReplicaView], draw: int) -> list[Cost]:
         return [single("queue", scorers.queue_seconds(view)) for view in views]
@@ -86,6 +94,7 @@ class SessionHash:
 
     name: str = "session-hash"
     reads_cache: bool = False
+    holds: bool = False
 
     bound: float = 1.25
     """A replica with more than this many times the mean of requests takes no further session: the usual bounded
@@ -121,6 +130,7 @@ class PrefixOnly:
 
     name: str = "prefix-only"
     reads_cache: bool = False
+    holds: bool = False
 
     wait_weight: float = 1e-6
     """Tokens of match that a second of wait is worth: nothing, but enough to break ties."""
@@ -149,6 +159,7 @@ class CacheCost:
 
     name: str = "cache-cost"
     reads_cache: bool = True
+    holds: bool = True
 
     a: float = 3.0
     """Weight of own uncached tokens. 1 fills idle replicas, 4 sticks; flat between 2 and 4 in simulation."""

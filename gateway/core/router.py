@@ -75,9 +75,10 @@ class Router:
 
     def __init__(self, settings: RoutingSettings, seed: int = 0) -> None:
         self._settings = settings
-        self._holds = settings.hold and settings.max_waiting > 0
         self._seed = seed
         self._policy = policy_named(settings.policy)
+        holds = self._policy.holds if settings.hold is None else settings.hold
+        self._holds = holds and settings.max_waiting > 0
         self._replicas: dict[ReplicaId, Replica] = {}
         self._index = PrefixIndex(settings.index_memory_mib * 1024 * 1024)
         self._rates = PrefillRates()

@@ -29,8 +29,9 @@ class RoutingSettings:
     default_prefill_rate: float = 10_000.0
     """Uncached prompt tokens per second until learned. Guessed low: too low cost nothing in simulation, too high
     did."""
-    hold: bool = True
-    """Late binding: a request waits in the gateway while the replica of its choice could not begin with it."""
+    hold: bool | None = None
+    """Late binding: a request waits in the gateway while the replica of its choice could not begin with it. `None`: as
+    the policy has it."""
     max_in_flight: int = 4_096
     """Requests at all replicas together; more wait in the gateway."""
     max_waiting: int = 1_024
