@@ -168,7 +168,11 @@ class Tenant:
             else:
                 del self.lines[size]
         while heads:
-            best = max(range(len(heads)), key=lambda place: heads[place][0].rank(now, patience))
+            best, best_rank = 0, -1.0
+            for place, (head, _) in enumerate(heads):
+                rank = head.rank(now, patience)
+                if rank > best_rank:
+                    best, best_rank = place, rank
             ticket, rest = heads[best]
             yield ticket
             following = next((ticket for ticket in rest if ticket.state is TicketState.WAITING), None)

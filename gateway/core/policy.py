@@ -26,6 +26,7 @@ class Policy(Protocol):
     def reads_cache(self) -> bool:
         """Whether it reads `eviction_loss` and `hot_missing_tokens`; they are 0 otherwise (they take time to find)."""
         ...
+
     @property
     def holds(self) -> bool:
         """Whether requests are bound late (`core.holding`) unless the settings say otherwise."""

@@ -275,8 +275,8 @@ class Router:
         free = {replica.id for replica in self._replicas.values() if holding.is_free(replica, now)}
         backlog_seconds = admission.waiting_prefill_seconds / max(1, len(self._replicas))
         patience = max(holding.MINIMUM_PATIENCE_SECONDS, holding.PATIENCE * backlog_seconds)
-        waiting = admission.next_in_turn(now, holding.PLAN_REQUESTS, patience) if free or not self._replicas else []
-        for ticket in waiting[: admission.room]:
+        limit = min(admission.room, holding.PLAN_REQUESTS + len(self._replicas))
+        for ticket in admission.next_in_turn(now, limit, patience) if free or not self._replicas else ():
             decision = self._wish(ticket.request, now, promises)
             if decision is not None and not (decision.replica in free and holding.has_room(decision.view)):
                 promises.promise(decision.view)
