@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from dataclasses import dataclass, replace
+from itertools import groupby
 from random import Random
 
 BLOCK_TOKENS = 512
@@ -61,12 +62,16 @@ class Trace:
 
 
 def spread(trace: Trace, seed: int) -> Trace:
-    """Rounded arrivals, each moved to a random place inside its quantum; exact ones stay."""
+    """Rounded arrivals, at random places inside their quantum, in the order of the trace: rounding lost the times, not
+    the order. Exact ones stay."""
     if not trace.quantum_seconds:
         return trace
     random = Random(seed)
-    moved = [replace(r, arrival=r.arrival + random.random() * trace.quantum_seconds) for r in trace.requests]
-    moved.sort(key=lambda request: request.arrival)
+    moved: list[Request] = []
+    for _, group in groupby(trace.requests, key=lambda request: request.arrival):
+        together = list(group)
+        delays = sorted(random.random() * trace.quantum_seconds for _ in together)
+        moved += [replace(r, arrival=r.arrival + delay) for r, delay in zip(together, delays, strict=True)]
     return Trace(tuple(moved))
 
 

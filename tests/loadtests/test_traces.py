@@ -36,7 +36,7 @@ LINES = b"""{"timestamp": 9000, "input_length": 1100, "output_length": 3, "hash_
 
 
 def coarse(path: Path, stamps: list[float]) -> Trace:
-    write(path, [Request(stamp / 1000, 10, 1) for stamp in stamps])
+    write(path, [Request(stamp / 1000, 10 + place, 1) for place, stamp in enumerate(stamps)])
     return read(path)
 
 
@@ -203,6 +203,8 @@ def test_rounded_arrivals_are_spread_inside_their_quantum(tmp_path: Path):
     assert [sum(3 * i <= arrival < 3 * i + 3 for arrival in arrivals) for i in range(3)] == [40, 40, 40]
     assert len(set(arrivals)) == 120
     assert moved == spread(trace, seed=1) != spread(trace, seed=2)
+    before = [(request.input_tokens, request.blocks) for request in trace.requests]
+    assert [(request.input_tokens, request.blocks) for request in moved.requests] == before
 
 
 @pytest.mark.parametrize("stamps", [[0, 1000, 2000], [0, 0, 0, 1500.5, 1500.5], [0, 0, 20, 20, 500, 500]])
