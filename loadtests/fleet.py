@@ -34,6 +34,8 @@ class Fleet:
     """Replicas and the way to them. The defaults are one generic large GPU, eight times."""
 
     replicas: int = 8
+    urls: tuple[str, ...] = ()
+    """Of the replicas, where ties must be broken as they are elsewhere: who is drawn depends on them."""
     cache_tokens: int = 1_500_000
     """KV cache of each replica."""
     reported_cache_tokens: int | None = None
@@ -78,6 +80,9 @@ class Fleet:
     """Several gateways know the same at once, so they decide as one. Otherwise each knows its own sends, and what the
     replicas say."""
 
+    def url(self, place: int) -> ReplicaId:
+        return ReplicaId(self.urls[place] if place < len(self.urls) else f"http://replica-{place}:8000")
+
     def speed(self, place: int) -> float:
         return self.speeds[place] if place < len(self.speeds) else 1.0
 
@@ -116,8 +121,8 @@ class Station:
 
     __slots__ = ("engine", "id", "lost_preemptions", "started_at", "trips")
 
-    def __init__(self, place: int, engine: EngineModel) -> None:
-        self.id = ReplicaId(f"http://replica-{place}:8000")
+    def __init__(self, id: ReplicaId, engine: EngineModel) -> None:
+        self.id = id
         self.engine: EngineModel | None = engine
         self.trips: dict[Trip, None] = {}
         self.started_at = 0.0

@@ -77,7 +77,7 @@ class Simulator:
         self._requests = requests
         self._answers = answers_of(requests) if fleet.cache_answers else [()] * len(requests)
         self._timers = Timers(fleet.network_delay_seconds)
-        self._stations = [Station(place, fleet.engine(place)) for place in range(fleet.replicas)]
+        self._stations = [Station(fleet.url(place), fleet.engine(place)) for place in range(fleet.replicas)]
         self._engine_at = [INFINITY] * fleet.replicas  # next event of each engine
         self._sharing = 1  # replicas that share the processor
         settings = replace(routing or RoutingSettings(), block_bytes=BLOCK_TOKENS * KEY_BYTES_PER_TOKEN)

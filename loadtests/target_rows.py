@@ -155,7 +155,7 @@ class Weighted:
 
 
 def weighted_router(rates: Sequence[float], settings: RoutingSettings, seed: int) -> Router:
-    policy = Weighted({ReplicaId(f"http://replica-{n}:8000"): rate for n, rate in enumerate(rates)}, CacheCost())
+    policy = Weighted({Fleet().url(n): rate for n, rate in enumerate(rates)}, CacheCost())
 
     class WeightedRouter(Router):
         def decide(self, *given: object, **named: object) -> Decision:

@@ -172,14 +172,18 @@ class Gateway:
             self._shed(self._at_door.pop(ticket), ticket, now)
         for ticket in answer.ready:
             self._dispatch(self._at_door.pop(ticket), now)
-        if answer.again_at is not None and answer.again_at < self._release_at:
-            self._release_at = answer.again_at
-            self._timers.at(answer.again_at, self._release_due)
+        again_at = INFINITY if answer.again_at is None else answer.again_at
+        if again_at != self._release_at:
+            self._release_at = again_at
+            if answer.again_at is not None:
+                self._timers.at(again_at, self._release_due)
 
     def _release_due(self, now: float) -> None:
-        if now >= self._release_at:
+        """As in the gate, the last word counts: earlier timers are off."""
+        if now == self._release_at:
             self._release_at = INFINITY
-        self._release(now)
+            if self._at_door:
+                self._release(now)
 
     def _dispatch(self, trip: Trip, now: float) -> None:
         flight = None if trip.ticket is None or trip.tried else trip.ticket.take_flight()
