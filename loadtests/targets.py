@@ -51,6 +51,8 @@ class Verdict:
 
     @property
     def word(self) -> str:
+        if not self.promise.counts:
+            return "yes" if self.is_met else "no"
         return "stretch" if self.is_stretch_met else "met" if self.is_met else "MISSED"
 
 
@@ -111,7 +113,7 @@ def text_of(found: Sequence[Verdict]) -> str:
 
 
 def is_kept(found: Sequence[Verdict]) -> bool:
-    kept = [verdict.is_met for verdict in found]
+    kept = [verdict.is_met for verdict in found if verdict.promise.counts]
     return any(kept) if found[0].row.any_is_enough else all(kept)
 
 

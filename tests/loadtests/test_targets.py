@@ -16,7 +16,7 @@ from loadtests.fleet import Fleet, Restart
 from loadtests.simulator import Simulator
 from loadtests.target_rows import ROWS, Lengths, Promise, Row, SampleGroups, measure_samples, weighted_router
 from loadtests.traces import BLOCK_TOKENS, Request, Synthetic, write
-from loadtests.trials import Bench, Measured, Trial, as_ratio, false_credit_tokens
+from loadtests.trials import SIMPLE, Bench, Measured, Trial, as_ratio, false_credit_tokens
 
 NOWHERE = Bench(Path("/nowhere"))
 
@@ -61,6 +61,13 @@ def test_of_two_promises_one_may_be_enough() -> None:
     assert not targets.is_kept(targets.verdicts(row(*both), measured))
     assert targets.is_kept(targets.verdicts(row(*both, any_is_enough=True), measured))
     assert targets.summary(targets.verdicts(row(*both), measured)) == "0 of 1 rows met; missed: a-row"
+
+
+def test_some_figures_are_only_shown() -> None:
+    (kept, shown) = (Promise("x", 1.0), Promise("y", 1.0, counts=False))
+    found = targets.verdicts(row(kept, shown), [Measured({"x": 0.5, "y": 2.0})])
+    assert [verdict.word for verdict in found] == ["met", "no"]
+    assert targets.is_kept(found)
 
 
 def test_a_ratio_is_to_the_best_of_the_others() -> None:
@@ -121,7 +128,7 @@ def test_lengths_have_their_median_and_share_nothing() -> None:
 def test_a_trial_is_compared_on_the_same_requests() -> None:
     trial = Trial(Synthetic(requests=60), Fleet(replicas=2), load=0.5)
     measured = replace(NOWHERE, limit=40).measure(trial, 0)
-    assert set(measured.others) == {"least-work", "least-requests", "session-hash", "cache-cost, not holding"}
+    assert set(measured.others) == {*SIMPLE, "least-work, holding", "cache-cost, not holding"}
     assert {figures["ceiling_pct"] for figures in (measured.own, *measured.others.values())} == {
         measured.own["ceiling_pct"]
     }
