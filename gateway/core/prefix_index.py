@@ -170,7 +170,7 @@ class ReplicaIndex:
         """Leading runs of older records go to a new one; a record with nothing left goes."""
         held = self.held
         last = held[blocks[matched - 1]]
-        if last.end > matched or matched == len(blocks):  # left the others, or asks the same again; not: went on
+        if last.end > matched:  # left the others; not: went on, or asks the same again
             self._index.branched(blocks, matched, now)
         position = matched
         while position > 0:
