@@ -163,9 +163,9 @@ class CacheCost:
     holds: bool = True
 
     copy_weight: float = 0.5
-    """Weight of uncached tokens that many prompts share: a copy of those is repaid by the next that come here. Simulated
-    with eight hot system prompts on eight replicas, 1 waited 3 % longer than cache-blind least work, 0.5 and 0.25 2 %
-    less, and 0 copied too much; chats and agents did not notice."""
+    """Weight of uncached tokens that many prompts share: a copy of those is repaid by the next that come here.
+    Simulated with eight hot system prompts on eight replicas, 1 waited 3 % longer than cache-blind least work, 0.5 and
+    0.25 2 % less, and 0 copied too much; chats and agents did not notice."""
     a: float = 3.0
     """Weight of own uncached tokens. 1 fills idle replicas, 4 sticks; flat between 2 and 4 in simulation."""
     kv_weight: float = 0.5
