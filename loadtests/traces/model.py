@@ -72,6 +72,7 @@ def spread(trace: Trace, seed: int) -> Trace:
         together = list(group)
         delays = sorted(random.random() * trace.quantum_seconds for _ in together)
         moved += [replace(r, arrival=r.arrival + delay) for r, delay in zip(together, delays, strict=True)]
+    moved.sort(key=lambda request: request.arrival)  # quanta may overlap by milliseconds
     return Trace(tuple(moved))
 
 

@@ -8,8 +8,9 @@ second.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
+from itertools import pairwise
+from statistics import median
 
 import msgspec
 
@@ -17,7 +18,10 @@ from loadtests.traces.lines import Lines, Source, at_least
 from loadtests.traces.model import BLOCK_TOKENS, Request, Trace
 
 COARSE_MS = 1_000
-"""Timestamps that are all multiples of a second or more were rounded, if on average two requests share each."""
+OFF_MS = 5
+NEARLY_ALL = 0.95
+"""Timestamps were rounded to some number of seconds if on average two requests share each, and nearly all are multiples
+of it to within a few milliseconds."""
 ANSWER_TOKENS_PER_SECOND = 60.0
 """Of the engine that served the trace, as guessed; the simulator's default."""
 
@@ -62,12 +66,15 @@ def requests_of(lines: Sequence[Line]) -> Iterable[Request]:
 
 
 def quantum_ms(timestamps: Sequence[float]) -> int:
-    """What the timestamps were rounded to, or 0."""
-    distinct = set(timestamps)
-    if len(timestamps) < 2 * len(distinct) or not all(float(stamp).is_integer() for stamp in distinct):
+    """What the timestamps were rounded to, or 0. Some may be off by a few milliseconds, as in Mooncake's own traces."""
+    distinct = sorted(set(timestamps))
+    if len(distinct) < 2 or len(timestamps) < 2 * len(distinct):
         return 0
-    common = math.gcd(*(int(stamp) for stamp in distinct))
-    return common if common >= COARSE_MS else 0
+    quantum = COARSE_MS * round(median(after - before for before, after in pairwise(distinct)) / COARSE_MS)
+    if not quantum:
+        return 0
+    near = sum(abs(stamp - quantum * round(stamp / quantum)) <= OFF_MS for stamp in timestamps)
+    return quantum if near >= NEARLY_ALL * len(timestamps) else 0
 
 
 def encode(requests: Iterable[Request]) -> bytes:

@@ -207,6 +207,14 @@ def test_rounded_arrivals_are_spread_inside_their_quantum(tmp_path: Path):
     assert [(request.input_tokens, request.blocks) for request in moved.requests] == before
 
 
+def test_rounding_is_recognised_though_some_stamps_are_off_by_a_millisecond(tmp_path: Path):
+    trace = coarse(tmp_path / "trace", [0] * 5 + [3000] * 5 + [5999] * 5 + [9001] * 5 + [15000] * 5)
+    assert trace.quantum_seconds == 3.0
+    arrivals = [request.arrival for request in spread(trace, seed=1).requests]
+    assert arrivals == sorted(arrivals)
+    assert len(set(arrivals)) == 25
+
+
 @pytest.mark.parametrize("stamps", [[0, 1000, 2000], [0, 0, 0, 1500.5, 1500.5], [0, 0, 20, 20, 500, 500]])
 def test_exact_arrivals_stay(tmp_path: Path, stamps: list[float]):
     trace = coarse(tmp_path / "trace", stamps)
