@@ -175,12 +175,15 @@ class ReplicaView(NamedTuple):
     """Learned uncached prompt tokens per second."""
     eviction_loss: float
     """Expected tokens of later prefill that this request would cause by what it pushes out (`core.prefix_index`)."""
-    hot_missing_tokens: float
-    """Uncached tokens inside a prefix that many different prompts share: a copy of it is an investment."""
+    deserved_tokens: float
+    """Uncached tokens inside a prefix that many prompts share and that deserves a copy here (`core.prefix_index`)."""
     started: int
     """Sequence number of the last request sent there (round-robin order)."""
     residence_seconds: float = 5.0
     """Mean duration of a request there: how fast KV cache becomes free."""
+    thrift: float = 0.0
+    """How dear room in the fleet's caches is, 0..1: 0 where no prompt goes on with another, 1 from where half of them
+    do. The same in all views of a request."""
 
 
 class Cost(NamedTuple):

@@ -41,6 +41,12 @@ DEFAULT_TAU_SECONDS = 60.0
 """Time scale of reuse while no replica is full: nothing is evicted then, so it hardly matters."""
 MINIMUM_TAU_SECONDS = 1.0
 """Below that the exponential would call everything worthless."""
+THRIFTY_TURNS = 0.5
+"""Share of requests that go on with an earlier prompt from which on room in the caches counts as dear."""
+ASSUMED_TURNS = 32.0
+"""Requests that went on before the first one came. Without them the first turns of forty chats looked like prompts
+that never go on, their system prompts were copied everywhere, and the copies stayed: 0.70 instead of 0.65 s in
+simulation."""
 MAX_BRANCH_POINTS = 4_096
 """Blocks at which prompts part ways that are remembered; the ones longest without a new branch are forgotten."""
 BRANCH_HALF_LIFE_SECONDS = 600.0
@@ -154,24 +160,25 @@ class ReplicaIndex:
             return 0, None
         matched = self.match(blocks)
         record = self._index.new_record(blocks, now)
+        known = matched
+        if matched < len(blocks):
+            known = self._index.copied(self, blocks, matched)
+            record.evicted_at = self._evictions.pop(blocks[matched], None)
+        if self._index.parts(blocks, known, self if known == matched else None):
+            self._index.branched(blocks, known, now)
+        elif known < len(blocks):
+            self._index.went_on(now)
         if matched:
             record.matched_at = self.held[blocks[matched - 1]].touched_at
-            self._take_over(blocks, matched, now)
-        if matched < len(blocks):
-            record.evicted_at = self._evictions.pop(blocks[matched], None)
+            self._take_over(blocks, matched)
         self.held.update(dict.fromkeys(blocks, record))
         self.records[record.serial] = record
-        if matched < len(blocks):
-            self._index.copied(self, blocks, matched)
         self._shrink()
         return matched, record
 
-    def _take_over(self, blocks: Sequence[BlockHash], matched: int, now: float) -> None:
+    def _take_over(self, blocks: Sequence[BlockHash], matched: int) -> None:
         """Leading runs of older records go to a new one; a record with nothing left goes."""
         held = self.held
-        last = held[blocks[matched - 1]]
-        if last.end > matched:  # left the others; not: went on, or asks the same again
-            self._index.branched(blocks, matched, now)
         position = matched
         while position > 0:
             record = held[blocks[position - 1]]
@@ -291,6 +298,11 @@ class PrefixIndex:
         """Copies beyond the first, of blocks that have any. Small, so that it never costs a pause to grow it."""
         self._replicas: dict[ReplicaId, ReplicaIndex] = {}
         self._branches: OrderedDict[BlockHash, BranchPoint] = OrderedDict()
+        self._prompts = BranchPoint(0, 0.0)
+        """How many different prompts there were, all that did not just go on where another ended ..."""
+        self._turns = BranchPoint(0, 0.0)
+        """... and how many went on. At first some are assumed to have, for a fleet begins with first turns only."""
+        self._turns.count = ASSUMED_TURNS
         self._serial = 0
         self._tails = 0
         self._tail_sum = 0.0
@@ -341,18 +353,39 @@ class PrefixIndex:
             return DEFAULT_TAU_SECONDS
         return max(MINIMUM_TAU_SECONDS, now - self._tail_sum / self._tails)
 
-    def hot_depth(self, blocks: Sequence[BlockHash], branches: int, now: float) -> int:
-        """Leading blocks of the prompt that at least `branches` different prompts share. All of `blocks` is searched:
-        give what somebody holds."""
-        points = self._branches
-        hot = 0
+    def thrift(self, now: float) -> float:
+        """How dear room in the caches is, 0..1, by the share of requests that go on with an earlier one."""
+        turns = self._turns.count_at(now)
+        return min(1.0, turns / (self._prompts.count_at(now) + turns) / THRIFTY_TURNS)
+
+    def deserving_depth(self, blocks: Sequence[BlockHash], now: float) -> int:
+        """Leading blocks of the prompt that deserve more copies than there are. All of `blocks` is searched: give what
+        somebody holds.
+
+        Where prompts go on (chats, agents), copies take their room from histories that only one replica holds. There a
+        prefix deserves as large a share of the replicas as it has of the prompts: what all open with is worth a copy
+        everywhere, what one of four groups has in common is worth one on four replicas. Where no prompt goes on,
+        nothing better could be held, and what many share is worth a copy everywhere.
+        """
+        points, replicas = self._branches, len(self._replicas)
+        depth, prompts, thrift = 0, self._prompts.count_at(now), self.thrift(now)
         for block in filter(points.__contains__, blocks):
-            if points[block].count_at(now) >= branches:
-                hot = points[block].depth
-        return hot
+            count = points[block].count_at(now)
+            copies = 1 + self.extra_copies.get(block, 0)
+            if count >= replicas and copies < round(replicas * min(1.0, count / prompts) ** thrift):
+                depth = points[block].depth
+        return depth
+
+    def went_on(self, now: float) -> None:
+        """A prompt went on where another had ended."""
+        self._turns.grow(now)
 
     def branched(self, blocks: Sequence[BlockHash], depth: int, now: float) -> None:
-        """A prompt left the known ones after `depth` blocks; it counts there and at all branch points before."""
+        """A prompt left the known ones after `depth` blocks (0: it is like none); it counts there and at all branch
+        points before."""
+        self._prompts.grow(now)
+        if not depth:
+            return
         points = self._branches
         for block in filter(points.__contains__, islice(blocks, depth - 1)):
             points[block].grow(now)
@@ -372,14 +405,25 @@ class PrefixIndex:
         self._serial += 1
         return Record(self._serial, now, blocks, len(blocks))
 
-    def copied(self, replica: ReplicaIndex, blocks: Sequence[BlockHash], matched: int) -> None:
-        """`replica` gets the blocks from `matched` on. Count a copy for those that another one holds already."""
+    def parts(self, blocks: Sequence[BlockHash], known: int, replica: ReplicaIndex | None) -> bool:
+        """Whether a prompt that is known for so many blocks leaves the others there, rather than goes on where one
+        ended or asks the same again. `replica`: who knows it; without one, whoever knows as much."""
+        if not known:
+            return True
+        last = blocks[known - 1]
+        holders = [replica] if replica is not None else self._replicas.values()
+        return all(one.held[last].end > known for one in holders if last in one.held)
+
+    def copied(self, replica: ReplicaIndex, blocks: Sequence[BlockHash], matched: int) -> int:
+        """`replica` gets the blocks from `matched` on. Count a copy for those that another one holds already, and
+        return how many of the blocks are known to somebody."""
         first, reach = blocks[matched], matched
         for other in self._replicas.values():
             if first in other.held and other is not replica:
                 reach = max(reach, other.match(blocks))
         if reach > matched:
             self.extra_copies.update(blocks[matched:reach])
+        return reach
 
     def forget(self, blocks: Iterable[BlockHash]) -> None:
         """One copy less of each; what nobody holds any more is no branch point either."""

@@ -66,10 +66,6 @@ from gateway.core.settings import RoutingSettings
 
 __all__ = ["Flight", "Router"]
 
-HOT_BRANCHES_PER_REPLICA = 1
-"""A prefix with as many different continuations as there are replicas is worth a copy everywhere. With three for each,
-hot system prompts waited 2 % longer in simulation; chats and agents did not notice."""
-
 
 class Router:
     """See the module. `seed` varies only how ties are broken."""
@@ -378,11 +374,11 @@ class Router:
         block_tokens = self._settings.block_bytes / ratio
         prompt_tokens = request.length / ratio
         matches = [match_length(replica.index.held, blocks) for replica in candidates]
-        hot, tau = 0, 0.0
+        deserving, tau, thrift = 0, 0.0, 0.0
         if reads_cache and (longest := max(matches)):
-            hot = self._index.hot_depth(blocks[:longest], HOT_BRANCHES_PER_REPLICA * len(self._replicas), now)
+            deserving = self._index.deserving_depth(blocks[:longest], now)
         if reads_cache:
-            tau = self._index.tau(now)
+            tau, thrift = self._index.tau(now), self._index.thrift(now)
         views: list[ReplicaView] = []
         foreign_total = 0.0
         silent: list[int] = []
@@ -410,9 +406,10 @@ class Router:
                 replica.cache_tokens,
                 rate,
                 loss,
-                (hot - matched) * block_tokens if hot > matched else 0.0,
+                (deserving - matched) * block_tokens if deserving > matched else 0.0,
                 replica.started,
                 load.residence_seconds,
+                thrift,
             )
             views.append(tuple.__new__(ReplicaView, row))  # half the time of ReplicaView(*row), for each candidate
         if silent and foreign_total:  # silence is neither idle nor full: the mean of the others stands in

@@ -29,7 +29,7 @@ IDLE = ReplicaView(
     cache_tokens=400_000.0,
     prefill_rate=10_000.0,
     eviction_loss=0.0,
-    hot_missing_tokens=0.0,
+    deserved_tokens=0.0,
     started=0,
 )
 PROMPT = RouteRequest(blocks=[BlockHash(1), BlockHash(2), BlockHash(3)], length=40_000)
@@ -64,7 +64,7 @@ any_view = st.builds(
     cache_tokens=st.floats(1_000, 1e7),
     prefill_rate=st.floats(10, 1e6),
     eviction_loss=amounts,
-    hot_missing_tokens=st.floats(0, 5_000),
+    deserved_tokens=st.floats(0, 5_000),
     started=st.integers(0, 1_000),
 )
 
@@ -167,11 +167,15 @@ class TestSessionHash:
 
 
 class TestCacheCost:
-    def test_prefers_the_warm_replica_until_its_queue_costs_more_than_the_match_saves(self) -> None:
-        warm: dict[str, object] = {"cached_tokens": 8_000.0}
-        assert order("cache-cost", fleet(warm, {}))[0] == 0
-        assert order("cache-cost", fleet({**warm, "pending_tokens": 20_000.0}, {}))[0] == 0
-        assert order("cache-cost", fleet({**warm, "pending_tokens": 28_000.0}, {}))[0] == 1
+    @pytest.mark.parametrize(("thrift", "saved_tokens"), [(0.0, 16_000.0), (0.5, 32_000.0), (1.0, 48_000.0)])
+    def test_prefers_the_warm_replica_until_its_queue_costs_more_than_the_match_saves(
+        self, thrift: float, saved_tokens: float
+    ) -> None:
+        warm: dict[str, object] = {"cached_tokens": 8_000.0, "thrift": thrift}
+        cold: dict[str, object] = {"thrift": thrift}
+        assert order("cache-cost", fleet(warm, cold))[0] == 0
+        assert order("cache-cost", fleet({**warm, "pending_tokens": saved_tokens - 500}, cold))[0] == 0
+        assert order("cache-cost", fleet({**warm, "pending_tokens": saved_tokens + 500}, cold))[0] == 1
 
     def test_a_prefix_that_all_hold_carries_no_information(self) -> None:
         views = fleet(*[{"cached_tokens": 8_000.0, "pending_tokens": tokens} for tokens in (300.0, 200.0, 400.0)])
@@ -184,7 +188,7 @@ class TestCacheCost:
     def test_copies_a_shared_prefix_as_soon_as_waiting_for_it_takes_longer_than_making_it(self) -> None:
         holder: dict[str, object] = {"cached_tokens": 8_000.0, "pending_tokens": 9_000.0}
         assert order("cache-cost", fleet(holder, {}))[0] == 0
-        assert order("cache-cost", fleet(holder, {"hot_missing_tokens": 8_000.0}))[0] == 1
+        assert order("cache-cost", fleet(holder, {"deserved_tokens": 8_000.0}))[0] == 1
 
     def test_faster_replicas_get_more(self) -> None:
         assert order("cache-cost", fleet({}, {"prefill_rate": 15_000.0}))[0] == 1
@@ -216,5 +220,5 @@ class TestCacheCost:
         random = Random(1)
         for _ in range(500):
             match = random.uniform(0, 10_000)
-            view = IDLE._replace(cached_tokens=match, hot_missing_tokens=random.uniform(0, 10_000 - match))
+            view = IDLE._replace(cached_tokens=match, deserved_tokens=random.uniform(0, 10_000 - match))
             assert CacheCost().costs(PROMPT, [view], 0)[0].total >= -1e-9

@@ -197,45 +197,97 @@ def test_tau_is_the_mean_age_of_the_tails_of_full_replicas() -> None:
     assert index.tau(50.0) == DEFAULT_TAU_SECONDS
 
 
-class TestHotPrefix:
-    def test_is_found_where_many_prompts_part(self) -> None:
-        index, replica = index_of(1_000)
-        for i in range(6):
-            replica.touch(chain(f"system{i}tail"), 1.0)
-        assert index.hot_depth(chain("systemXtail"), 6, 1.0) == 6
-        assert index.hot_depth(chain("systemXtail"), 7, 1.0) == 0
-        assert index.hot_depth(chain("sysXtail"), 6, 1.0) == 0
+class TestCopies:
+    """Which prefixes deserve more copies than there are."""
+
+    @staticmethod
+    def fleet(count: int, capacity: int = 10_000) -> tuple[PrefixIndex, list[ReplicaIndex]]:
+        index = PrefixIndex(10**9)
+        return index, [index.add(ReplicaId(f"http://r{i}:1"), capacity) for i in range(count)]
+
+    def test_what_all_prompts_open_with_is_worth_a_copy_everywhere(self) -> None:
+        index, replicas = self.fleet(4)
+        for i in range(40):
+            replicas[0].touch(chain(f"system{chr(65 + i)}tail"), 1.0)
+        assert index.deserving_depth(chain("systemXtail"), 1.0) == 6
+        for place in (1, 2, 3):
+            assert index.deserving_depth(chain("systemXtail"), 1.0) == 6
+            replicas[place].touch(chain(f"system-{place}"), 1.0)
+        assert index.deserving_depth(chain("systemXtail"), 1.0) == 0
+
+    def test_where_chats_go_on_one_of_four_groups_is_worth_one_copy_on_four_replicas(self) -> None:
+        index, replicas = self.fleet(4)
+        for user in range(40):
+            place = user % 4
+            text = f"group {place}"
+            for turn in range(4):
+                text += f"<{user}.{turn}>"
+                replicas[place].touch(chain(text), float(turn))
+        assert index.thrift(4.0) == 1.0
+        assert index.deserving_depth(chain("group 1<"), 4.0) == 0
+        # ... but what most of the prompts share is worth a second one
+        for user in range(100, 160):
+            replicas[1].touch(chain(f"group 1<{user}>"), 4.0)
+            replicas[1].touch(chain(f"group 1<{user}> goes on"), 4.0)
+        assert index.deserving_depth(chain("group 1<"), 4.0) == 8
+
+    def test_where_no_prompt_goes_on_every_group_is_worth_a_copy_everywhere(self) -> None:
+        index, replicas = self.fleet(4)
+        for user in range(400):
+            replicas[user % 4].touch(chain(f"group {user % 4}<{user}>"), 1.0)
+        assert index.thrift(1.0) < 0.2
+        assert index.deserving_depth(chain("group 1<"), 1.0) == 8
+
+    def test_few_prompts_deserve_nothing_yet(self) -> None:
+        index, replicas = self.fleet(4)
+        for i in range(3):
+            replicas[0].touch(chain(f"system{i}"), 1.0)
+        assert index.deserving_depth(chain("systemX"), 1.0) == 0
 
     def test_branches_below_count_for_what_is_above(self) -> None:
-        index, replica = index_of(1_000)
+        index, replicas = self.fleet(4)
         for group in "abcd":
-            for j in range(4):
-                replica.touch(chain(f"root{group}sub{j}"), 0.0)
-        assert index.hot_depth(chain("rootasubX"), 4, 0.0) == 8
-        assert index.hot_depth(chain("rootasubX"), 12, 0.0) == 4
+            for j in range(3):
+                replicas[0].touch(chain(f"root{group}sub{j}"), 0.0)
+        assert index.deserving_depth(chain("rootasub"), 0.0) == 4
+
+    def test_a_prompt_that_goes_to_another_replica_counts_for_the_prefix_that_it_shares(self) -> None:
+        index, replicas = self.fleet(2)
+        for i in range(6):
+            replicas[0].touch(chain(f"system{i}tail"), 0.0)
+        before = index._branches[chain("system")[-1]].count
+        replicas[1].touch(chain("systemYtail"), 0.0)
+        assert index._branches[chain("system")[-1]].count == before + 1
 
     def test_a_conversation_that_goes_on_is_not_a_branch(self) -> None:
-        index, replica = index_of(1_000)
+        index, replicas = self.fleet(2)
         text = "s"
         for turn in range(30):
             text += f"{turn}"
-            replica.touch(chain(text), float(turn))
-        assert index.hot_depth(chain(text), 2, 30.0) == 0
+            replicas[turn % 2].touch(chain(text), float(turn))  # wherever it goes on
+        assert not index._branches
+        assert index.thrift(30.0) == 1.0
+
+    def test_samples_of_one_prompt_make_nothing_hot(self) -> None:
+        index, replicas = self.fleet(4)
+        for _ in range(16):
+            replicas[0].touch(chain("one prompt"), 0.0)
+        assert not index._branches
 
     def test_cools_when_no_new_prompts_come(self) -> None:
-        index, replica = index_of(1_000)
+        index, replicas = self.fleet(4)
         for i in range(8):
-            replica.touch(chain(f"system{i}"), 0.0)
-        assert index.hot_depth(chain("systemX"), 8, 0.0) == 6
-        assert index.hot_depth(chain("systemX"), 8, 3_600.0) == 0
+            replicas[0].touch(chain(f"system{i}"), 0.0)
+        assert index.deserving_depth(chain("systemX"), 0.0) == 6
+        assert index.deserving_depth(chain("systemX"), 3_600.0) == 0
 
     def test_is_forgotten_with_its_last_copy(self) -> None:
-        index, replica = index_of(1_000)
+        index, replicas = self.fleet(4)
         for i in range(8):
-            replica.touch(chain(f"system{i}"), 0.0)
-        replica.clear()
-        replica.touch(chain("system"), 0.0)
-        assert index.hot_depth(chain("systemX"), 2, 0.0) == 0
+            replicas[0].touch(chain(f"system{i}"), 0.0)
+        replicas[0].clear()
+        replicas[0].touch(chain("system"), 0.0)
+        assert index.deserving_depth(chain("systemX"), 0.0) == 0
 
 
 class TestMemory:
