@@ -70,7 +70,7 @@ def relative(trial: Trial, figure: str, to: Trial, name: str) -> Callable[[Bench
 
 # ---- samples of one prompt -----------------------------------------------------------------------------------------
 
-SAMPLES, PROMPT_TOKENS, GROUPS, GROUP_SECONDS = 16, 16_384, 10, 20.0
+SAMPLES, PROMPT_TOKENS, GROUPS, GROUP_SECONDS = 16, 16_400, 10, 20.0
 """So many requests with one prompt at the same moment, so often: each group is over before the next one comes."""
 FIRST_OWN_BLOCK = 1 << 40
 """Ids of the samples' blocks, above all in a trace."""

@@ -663,3 +663,23 @@ def test_everything_tells_what_it_is() -> None:
     flight.first_token(0.1)
     assert "decoding" in repr(flight)
     assert "admitted" in repr(fleet.router.admit(RouteRequest(), 0.0).ticket)
+
+
+def test_a_replica_that_joins_gets_the_new_chats_and_the_old_ones_stay_where_they_are_warm() -> None:
+    random, fleet = Random(11), Fleet(3, default_cache_tokens=200 * BLOCK_TOKENS)
+    chats = [text(random, 30) for _ in range(18)]  # about what the three caches hold
+    homes = {}
+    for turn in range(3):
+        for number, chat in enumerate(chats):
+            chats[number] = chat + text(random, 1 + turn)
+            homes[number] = fleet.serve(ask(chats[number]))
+    joined = ReplicaId("http://r3:8000")
+    fleet.router.observe(ReplicaAdded(joined), fleet.now)
+    fleet.probe(joined)
+    stayed = sum(fleet.serve(ask(chat + text(random, 1))) == homes[number] for number, chat in enumerate(chats))
+    assert stayed == len(chats)
+    fleet.sent.clear()
+    for _ in range(6):
+        fleet.serve(ask(text(random, 30)))
+    assert fleet.sent[joined] >= 4
+    assert fleet.statistics(joined).prefill_rate == pytest.approx(fleet.statistics(fleet.replicas[0]).prefill_rate)
