@@ -70,6 +70,8 @@ class Flight:
             return
         self.finished = True
         self.to.load.release(self._booking, now, ran=outcome is Outcome.COMPLETED)
+        if self.record is not None:
+            self.to.index.ended(self.record)
         never_ran = self.first_token_at is None and (outcome in NEVER_RAN or not self._sent)
         if self.record is not None and never_ran:
             self.to.index.take_back(self.record, self._matched)

@@ -34,11 +34,6 @@ REFUSING_AS_REQUESTS = 16.0
 """A refusing replica counts as having so many foreign requests, for policies that count requests."""
 LATE_SECONDS = 0.5
 """A first token may come so much later than expected and says nothing about the next."""
-KV_SHARE_STEP = 0.05
-"""Learned share of KV cache: moving mean over about twenty scrapes, ten seconds at the default interval."""
-KV_SHARE_LIMITS = (0.2, 1.2)
-KV_SHARE_LEAST = 0.1
-"""Below a tenth of its KV cache in use nothing is learned, nor would it matter."""
 RECENT_ENDS = 64
 """Ends of flights remembered to know what was booked when a snapshot was taken (milliseconds ago)."""
 ASSUMED_RESIDENCE_SECONDS = 5.0
@@ -66,23 +61,20 @@ class Load:
         "_foreign",
         "_head_since",
         "_interval",
-        "_kv_share",
         "_pending",
         "_pending_tokens",
         "_refusals",
         "_refusing_until",
         "_stale_seconds",
         "in_flight",
-        "prompt_tokens",
+        "in_flight_tokens",
         "residence_seconds",
         "snapshot",
     )
 
     def __init__(self) -> None:
         self.in_flight = 0
-        self.prompt_tokens = 0.0
-        """Of our flights, added up."""
-        self._kv_share = 1.0
+        self.in_flight_tokens = 0.0
         self.residence_seconds = ASSUMED_RESIDENCE_SECONDS
         self.snapshot: LoadSnapshot | None = None
         self._pending: dict[Booking, None] = {}  # in order of sending
@@ -107,7 +99,7 @@ class Load:
         self._pending[booking] = None
         self._pending_tokens += uncached_tokens
         self.in_flight += 1
-        self.prompt_tokens += prompt_tokens
+        self.in_flight_tokens += prompt_tokens
         return booking
 
     def prefilled(self, booking: Booking, now: float) -> None:
@@ -122,15 +114,10 @@ class Load:
         """The flight ended; `ran`: to its natural end, so that its duration says something."""
         self.prefilled(booking, now)
         self.in_flight -= 1
-        self.prompt_tokens = self.prompt_tokens - booking.prompt_tokens if self.in_flight else 0.0
+        self.in_flight_tokens = self.in_flight_tokens - booking.prompt_tokens if self.in_flight else 0.0
         self._ends.append(now)
         if ran:
             self.residence_seconds += RESIDENCE_STEP * (now - booking.started_at - self.residence_seconds)
-
-    @property
-    def in_flight_tokens(self) -> float:
-        """KV cache that our flights are believed to hold: their prompts, less what those seem to share."""
-        return self.prompt_tokens * self._kv_share
 
     def queued_tokens(self, now: float, prefill_rate: float) -> float:
         """Uncached tokens of our flights that are not prefilled yet, if it works at that rate; and if the one at the
@@ -186,22 +173,11 @@ class Load:
             self._interval += 0.3 * (min(gap, 60.0) - self._interval)
             self._stale_seconds = max(MINIMUM_STALE_SECONDS, STALE_INTERVALS * self._interval)
         self.snapshot = snapshot
-        self._learn_kv_share(snapshot)
         if snapshot.running is None:
             self._foreign = None
             return
         booked = self.in_flight + sum(1 for end in self._ends if end > snapshot.taken_at)
         self._foreign = max(0.0, snapshot.running + (snapshot.waiting or 0) - booked)
-
-    def _learn_kv_share(self, snapshot: LoadSnapshot) -> None:
-        """Prompts that run at the same time hold the blocks that they share once, and answers hold some more: how much
-        all of it is, the replica says. Those that wait inside it hold nothing yet, and would spoil the ratio."""
-        usage, cache_tokens = snapshot.kv_usage, snapshot.cache_tokens
-        if usage is None or not cache_tokens or snapshot.waiting or self.prompt_tokens < KV_SHARE_LEAST * cache_tokens:
-            return
-        low, high = KV_SHARE_LIMITS
-        share = min(max(usage * cache_tokens / self.prompt_tokens, low), high)
-        self._kv_share += KV_SHARE_STEP * (share - self._kv_share)
 
     def scraped(self, now: float) -> tuple[float | None, float | None]:
         """Requests of others there, faded, and KV usage; `None` where no fresh snapshot tells."""

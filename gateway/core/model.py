@@ -164,7 +164,7 @@ class ReplicaView(NamedTuple):
     in_flight: int
     """Our own requests now at this replica."""
     in_flight_tokens: float
-    """Prompt tokens of those requests: what they hold in the KV cache."""
+    """KV cache that those requests hold, shared prefixes once, without what this prompt shares with them."""
     foreign_requests: float
     """Requests there that we did not send, by the last load snapshot, faded with its age."""
     kv_usage: float | None

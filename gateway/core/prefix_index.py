@@ -56,7 +56,7 @@ BRANCH_HALF_LIFE_SECONDS = 600.0
 class Record:
     """One request's touch: the blocks at positions `begin` to `end` of its chain were last touched by it."""
 
-    __slots__ = ("begin", "blocks", "end", "evicted_at", "matched_at", "offset", "serial", "touched_at")
+    __slots__ = ("begin", "blocks", "end", "evicted_at", "live", "matched_at", "offset", "serial", "touched_at")
 
     def __init__(self, serial: int, touched_at: float, blocks: Sequence[BlockHash], end: int) -> None:
         self.serial = serial
@@ -66,6 +66,8 @@ class Record:
         """Position of `blocks[0]` in the chain."""
         self.begin = 0
         self.end = end
+        self.live = True
+        """Its request has not ended."""
         self.matched_at: float | None = None
         """When the last block of its match had been touched before; `None` without a match."""
         self.evicted_at: int | None = None
@@ -121,7 +123,7 @@ def match_length(held: Mapping[BlockHash, object], blocks: Sequence[BlockHash]) 
 class ReplicaIndex:
     """Blocks of one replica. Made by `PrefixIndex.add`."""
 
-    __slots__ = ("_evictions", "_index", "capacity", "evicted", "held", "max_bytes", "records", "tail_at")
+    __slots__ = ("_evictions", "_index", "capacity", "evicted", "held", "live", "max_bytes", "records", "tail_at")
 
     def __init__(self, index: PrefixIndex, capacity: int) -> None:
         self._index = index
@@ -135,6 +137,9 @@ class ReplicaIndex:
         """Blocks that had to go for newer ones so far."""
         self._evictions: OrderedDict[BlockHash, int] = OrderedDict()
         """`evicted` before each eviction, by its first block: where a prompt that comes again stops to match."""
+        self.live = 0
+        """Blocks of requests that have not ended, shared ones once: they cannot be evicted. What several share counts
+        as the last one's, so for a moment it may count as free while another still has it."""
         self.tail_at: float | None = None
         """When the oldest block was touched last; `None` while there is room."""
 
@@ -173,6 +178,7 @@ class ReplicaIndex:
             self._take_over(blocks, matched)
         self.held.update(dict.fromkeys(blocks, record))
         self.records[record.serial] = record
+        self.live += len(blocks)
         self._shrink()
         return matched, record
 
@@ -183,6 +189,8 @@ class ReplicaIndex:
         while position > 0:
             record = held[blocks[position - 1]]
             begin = record.begin
+            if record.live:
+                self.live -= position - begin
             if record.end == position:
                 del self.records[record.serial]
                 record.begin = position
@@ -205,6 +213,13 @@ class ReplicaIndex:
             older += record.end - record.begin
         return len(self.held) - older
 
+    def ended(self, record: Record) -> None:
+        """The request that made `record` is over: its blocks stay, but may be evicted."""
+        if record.live:
+            record.live = False
+            if self.records.get(record.serial) is record:
+                self.live -= record.end - record.begin
+
     def fit(self, capacity: int) -> None:
         """The replica's KV cache turned out to hold `capacity` blocks."""
         self.capacity = capacity
@@ -218,6 +233,7 @@ class ReplicaIndex:
         self._index.forget(self.held)
         self.held.clear()
         self.records.clear()
+        self.live = 0
         self._evictions.clear()
         self._note_tail()
 
@@ -278,6 +294,8 @@ class ReplicaIndex:
         for block in gone:
             del held[block]
         record.end -= count
+        if record.live:
+            self.live -= count
         if record.end <= record.begin:
             del self.records[record.serial]
 

@@ -66,6 +66,9 @@ from gateway.core.settings import RoutingSettings
 
 __all__ = ["Flight", "Router"]
 
+ANSWER_TOKENS = OUTPUT_RESERVE_TOKENS / 2
+"""KV cache that the answer of a request in flight takes: half of what it will in the end."""
+
 
 class Router:
     """See the module. `seed` varies only how ties are broken."""
@@ -246,14 +249,14 @@ class Router:
 
     def _everybody_can_begin(self, request: RouteRequest, now: float) -> bool:
         """Whoever is chosen: a quick look that spares most requests of a calm fleet the planning."""
-        tokens = request.length / self._bytes_per_token.of(request.model, request.space)
+        ratio = self._bytes_per_token.of(request.model, request.space)
+        block_tokens, tokens = self._settings.block_bytes / ratio, request.length / ratio + OUTPUT_RESERVE_TOKENS
         for replica in self._replicas.values():
-            load = replica.load
-            if load.in_flight and not (
-                load.in_flight_tokens + tokens + OUTPUT_RESERVE_TOKENS <= replica.cache_tokens
-                and holding.is_free(replica, now)
-            ):
-                return False
+            in_flight = replica.load.in_flight
+            if in_flight:
+                live = replica.index.live * block_tokens + ANSWER_TOKENS * in_flight
+                if live + tokens > replica.cache_tokens or not holding.is_free(replica, now):
+                    return False
         return True
 
     def _wish(self, request: RouteRequest, now: float, promises: Promises | None) -> Decision | None:
@@ -394,13 +397,16 @@ class Router:
             else:
                 foreign_total += foreign
             cached = matched * block_tokens
+            live = index.live * block_tokens + ANSWER_TOKENS * load.in_flight
+            if matched and index.held[blocks[matched - 1]].live:
+                live -= cached
             row = (
                 replica.id,
                 prompt_tokens,
                 cached if cached < prompt_tokens else prompt_tokens,
                 load.pending_tokens(now, rate),
                 load.in_flight,
-                load.in_flight_tokens,
+                live,
                 0.0 if foreign is None else foreign,
                 kv_usage,
                 replica.cache_tokens,

@@ -174,6 +174,22 @@ class TestKvCache:
         assert large.state is TicketState.ADMITTED
         assert served_before < 120
 
+    def test_what_prompts_share_is_counted_once(self) -> None:
+        """300 blocks each, 250 of them the same: four fit where the sum of two does not."""
+        door = Door(1, default_cache_tokens=550 * BLOCK_TOKENS)
+        system = text(door.random, 250)
+        tickets = []
+        for _ in range(4):
+            tickets.append(door.knock(ask(system + text(door.random, 50))))
+            door.release(4.0)
+            door.first_token(tickets[-1])
+        assert {ticket.state for ticket in tickets} == {TicketState.ADMITTED}
+        other = door.knock(door.prompt(300))
+        assert other.state is TicketState.WAITING
+        for ticket in tickets:
+            door.end(ticket)
+        assert other.state is TicketState.ADMITTED
+
     def test_room_for_the_answer_is_kept(self) -> None:
         door = Door(1, default_cache_tokens=50 * BLOCK_TOKENS + 50 * BLOCK_TOKENS + OUTPUT_RESERVE_TOKENS - 10)
         first = door.knock(door.prompt(50))

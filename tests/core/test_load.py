@@ -62,35 +62,6 @@ def test_time_until_little_is_queued_is_known_unless_a_first_token_must_come_bef
     assert load.seconds_until(300, 0.0, RATE) == pytest.approx(0.4)
 
 
-class TestKvShare:
-    def test_prompts_that_share_blocks_hold_less_than_they_add_up_to(self) -> None:
-        load = Load()
-        for _ in range(4):
-            load.book(10_000, 10_000, 0.0)
-        assert load.in_flight_tokens == 40_000
-        for i in range(200):
-            load.report(LoadSnapshot(0.5 * i, running=4, waiting=0, kv_usage=0.2, cache_tokens=100_000))
-        assert load.in_flight_tokens == pytest.approx(20_000, rel=0.01)
-
-    @pytest.mark.parametrize(
-        "unfit",
-        [{"waiting": 2}, {"kv_usage": None}, {"cache_tokens": None}, {"cache_tokens": 1_000_000}],
-        ids=["some hold nothing yet", "usage unknown", "size unknown", "too little to learn from"],
-    )
-    def test_learns_only_from_what_says_something(self, unfit: dict[str, int | None]) -> None:
-        load = Load()
-        load.book(40_000, 40_000, 0.0)
-        told: dict[str, object] = {"running": 4, "waiting": 0, "kv_usage": 0.2, "cache_tokens": 100_000, **unfit}
-        load.report(LoadSnapshot(0.5, **told))  # type: ignore[arg-type]
-        assert load.in_flight_tokens == 40_000
-
-    def test_one_absurd_answer_moves_it_little(self) -> None:
-        load = Load()
-        load.book(40_000, 40_000, 0.0)
-        load.report(LoadSnapshot(0.5, running=1, waiting=0, kv_usage=0.0, cache_tokens=100_000))
-        assert 0.9 * 40_000 < load.in_flight_tokens < 40_000
-
-
 def test_the_next_prefill_begins_when_the_one_before_ends() -> None:
     load = Load()
     first = load.book(400, 400, 0.0)

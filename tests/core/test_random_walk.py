@@ -127,9 +127,12 @@ class Walk:
             mine = [flight for flight in self.flights if flight.to is replica]
             load = replica.load
             assert load.in_flight == len(mine)
-            assert load.prompt_tokens == pytest.approx(sum(flight._booking.prompt_tokens for flight in mine))
+            assert load.in_flight_tokens == pytest.approx(sum(flight._booking.prompt_tokens for flight in mine))
             assert load.queued_tokens(self.fleet.now, replica.rate.value) >= 0
             assert len(replica.index) <= replica.index.capacity
+            live = [record for record in replica.index.records.values() if record.live]
+            assert replica.index.live == sum(record.end - record.begin for record in live)
+            assert {id(record) for record in live} <= {id(flight.record) for flight in mine}
             for block in replica.index.held:
                 copies[block] = copies.get(block, 0) + 1
             held = [block in replica.index.held for block in ask(TEXT).blocks]
