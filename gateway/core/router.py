@@ -399,7 +399,7 @@ class Router:
             cached = matched * block_tokens
             live = index.live * block_tokens + ANSWER_TOKENS * load.in_flight
             if matched and index.held[blocks[matched - 1]].live:
-                live -= cached
+                live = max(0.0, live - cached)
             row = (
                 replica.id,
                 prompt_tokens,

@@ -66,6 +66,8 @@ any_view = st.builds(
     eviction_loss=amounts,
     deserved_tokens=st.floats(0, 5_000),
     started=st.integers(0, 1_000),
+    residence_seconds=st.floats(0, 1_000),
+    thrift=st.floats(0, 1),
 )
 
 
