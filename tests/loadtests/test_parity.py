@@ -23,6 +23,7 @@ import uvicorn
 
 from gateway import app
 from gateway.config import Config, Server, Upstream
+from gateway.core import holding
 from gateway.core.admission import Admitted, Release, Shed, Waiting
 from gateway.core.flight import Flight
 from gateway.core.model import Fact, LoadReported, Outcome, RouteRequest, Usage
@@ -354,6 +355,12 @@ def compare(simulator: Simulator, live: Live) -> None:
 APART = Fleet(replicas=REPLICAS, cache_tokens=20_000)
 CROWDED = Fleet(replicas=REPLICAS, cache_tokens=20_000, prefill_rate=10_000.0, speeds=(1.0, 1.0, 0.4))
 """One of them is slow, caches are small, and many wait in the gateway."""
+
+
+@pytest.fixture(autouse=True)
+def small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts are smaller than a real engine's step, and shall wait nevertheless."""
+    monkeypatch.setattr(holding, "STEP_TOKENS", 0.0)
 
 
 @pytest.mark.parametrize("mode", MODES)

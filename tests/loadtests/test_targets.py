@@ -91,10 +91,10 @@ def test_false_credit_is_what_was_predicted_and_never_sent_since_the_restart() -
 
 
 def test_samples_are_counted_apart_from_the_traffic_around_them(tmp_path: Path) -> None:
-    """On one replica nothing is computed twice but the last block of each further sample."""
+    """On one replica nothing is computed twice but the tokens after the last full block of each further sample."""
     write(tmp_path / "t.jsonl", [Request(0.0, 600, 1, (1,))])
     found = measure_samples(SampleGroups(), 1, Bench(tmp_path, limit=3, with_others=False), 0)
-    assert found.own["prefills"] == pytest.approx(1 + 15 * BLOCK_TOKENS / 16_384)
+    assert found.own["prefills"] == pytest.approx(1 + 15 * (16_400 % BLOCK_TOKENS) / 16_400)
     assert found.own["waits"] == pytest.approx(found.own["prefills"], abs=0.05)
 
 
