@@ -40,6 +40,8 @@ class Fleet:
     """KV cache of each replica."""
     reported_cache_tokens: int | None = None
     """What it reports, where that is not the truth."""
+    block_tokens: int = BLOCK_TOKENS
+    """Of a cache block, and of a block of the traffic."""
     prefill_rate: float = 20_000.0
     """Uncached prompt tokens per second."""
     decode_rate: float = 60.0
@@ -58,6 +60,8 @@ class Fleet:
     chats that repeat every answer word for word."""
     shared_processor: bool = False
     """All replicas run on one machine: each gets an equal share of its speed while several are busy."""
+    full_speed_replicas: float = 1.0
+    """So many of them may be busy before they slow each other down; with `shared_processor`."""
     speeds: tuple[float, ...] = ()
     """How many times faster each replica is than that, first replica first; 1 where none is given."""
     network_delay_seconds: float = 0.0
@@ -90,10 +94,14 @@ class Fleet:
         told = self.told_prefill_rates
         return (told[place] if place < len(told) else told[0]) if told else None
 
+    def share_of_each(self, busy: int) -> float:
+        """Share of its full speed that each replica has while so many are busy."""
+        return min(1.0, self.full_speed_replicas / max(1, busy)) if self.shared_processor else 1.0
+
     @property
     def total_prefill_rate(self) -> float:
         if self.shared_processor:
-            return self.prefill_rate
+            return self.prefill_rate * min(self.replicas, self.full_speed_replicas)
         return self.prefill_rate * sum(self.speed(place) for place in range(self.replicas))
 
     @property
@@ -104,7 +112,7 @@ class Fleet:
     def engine(self, place: int) -> EngineModel:
         settings = EngineSettings(
             cache_tokens=self.cache_tokens,
-            block_size=BLOCK_TOKENS,
+            block_size=self.block_tokens,
             prefill_rate=self.prefill_rate * self.speed(place),
             decode_rate=self.decode_rate * self.speed(place),
             max_num_seqs=self.max_num_seqs,
@@ -143,7 +151,7 @@ class Station:
         return lost
 
 
-def answers_of(requests: Sequence[Request]) -> list[tuple[int, ...]]:
+def answers_of(requests: Sequence[Request], block_tokens: int) -> list[tuple[int, ...]]:
     """Ids of the blocks that each request's answer completes, read from the session's next prompt if that continues
     this one."""
     answers: list[tuple[int, ...]] = [()] * len(requests)
@@ -157,5 +165,5 @@ def answers_of(requests: Sequence[Request]) -> list[tuple[int, ...]]:
             last = requests[before]
             end, size = last.input_tokens + last.output_tokens, len(last.blocks)
             if request.input_tokens >= end and request.blocks[:size] == last.blocks:
-                answers[before] = request.blocks[size : end // BLOCK_TOKENS]
+                answers[before] = request.blocks[size : end // block_tokens]
     return answers

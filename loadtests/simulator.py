@@ -41,7 +41,7 @@ from gateway.core.model import (
 from gateway.core.router import Router
 from gateway.core.settings import RoutingSettings
 from loadtests.fleet import INFINITY, Fleet, Restart, Station, answers_of
-from loadtests.traces import BLOCK_TOKENS, Request
+from loadtests.traces import Request
 from loadtests.virtual_gateway import Gateway, Timers, Trip
 from workers.engine_model import EngineModel, EngineRequest, Milestone
 
@@ -75,12 +75,12 @@ class Simulator:
         self.seconds = 0.0
         """Virtual time of the last event."""
         self._requests = requests
-        self._answers = answers_of(requests) if fleet.cache_answers else [()] * len(requests)
+        self._answers = answers_of(requests, fleet.block_tokens) if fleet.cache_answers else [()] * len(requests)
         self._timers = Timers(fleet.network_delay_seconds)
         self._stations = [Station(fleet.url(place), fleet.engine(place)) for place in range(fleet.replicas)]
         self._engine_at = [INFINITY] * fleet.replicas  # next event of each engine
-        self._sharing = 1  # replicas that share the processor
-        settings = replace(routing or RoutingSettings(), block_bytes=BLOCK_TOKENS * KEY_BYTES_PER_TOKEN)
+        self._share = 1.0  # of its full speed that each replica has
+        settings = replace(routing or RoutingSettings(), block_bytes=fleet.block_tokens * KEY_BYTES_PER_TOKEN)
         self.gateways = [
             Gateway(make_router(settings, seed + place), self._timers, self._stations, self._deliver, self._over)
             for place in range(fleet.deciders)
@@ -177,13 +177,13 @@ class Simulator:
         """Somebody may have become busy, or idle."""
         if not self.fleet.shared_processor:
             return
-        busy = max(1, sum(station.is_busy for station in self._stations))
-        if busy == self._sharing:
+        share = self.fleet.share_of_each(sum(station.is_busy for station in self._stations))
+        if share == self._share:
             return
-        self._sharing = busy
+        self._share = share
         for place, station in enumerate(self._stations):
             if station.engine is not None:
-                station.engine.share_processor(1 / busy, now)
+                station.engine.share_processor(share, now)
                 self._plan(place, station.engine)
 
     def _deliver(self, trip: Trip, now: float) -> None:
@@ -215,7 +215,7 @@ class Simulator:
     def _return(self, place: int, now: float) -> None:
         station = self._stations[place]
         station.engine, station.started_at = self.fleet.engine(place), now
-        station.engine.share_processor(1 / self._sharing, now)
+        station.engine.share_processor(self._share, now)
 
     # ---- the feeds -------------------------------------------------------------------------------------------------
 

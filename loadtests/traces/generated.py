@@ -81,12 +81,13 @@ Piece = tuple[Hashable, int]
 class Prompts:
     """Ids of the full blocks of prompts made of pieces: the same as long as two prompts begin with the same tokens."""
 
-    def __init__(self) -> None:
+    def __init__(self, block_tokens: int = BLOCK_TOKENS) -> None:
+        self._block_tokens = block_tokens
         self._ids: dict[tuple[int, tuple[tuple[Hashable, int, int], ...]], int] = {}
 
     def blocks(self, pieces: Sequence[Piece]) -> tuple[int, ...]:
         found: list[int] = []
-        parent, inside, room = -1, [], BLOCK_TOKENS
+        parent, inside, room = -1, [], self._block_tokens
         for text, tokens in pieces:
             begin = 0
             while begin < tokens:
@@ -96,7 +97,7 @@ class Prompts:
                 if not room:
                     parent = self._ids.setdefault((parent, tuple(inside)), len(self._ids))
                     found.append(parent)
-                    inside, room = [], BLOCK_TOKENS
+                    inside, room = [], self._block_tokens
         return tuple(found)
 
 
@@ -166,9 +167,11 @@ class Chats:
     """Of each user."""
     start_seconds: float = 3.0
     """Users come one by one, uniformly in this time."""
+    block_tokens: int = BLOCK_TOKENS
+    """Of the blocks that prompts are cut into; the simulated fleet needs the same."""
 
     def trace(self, seed: int) -> Trace:
-        prompts = Prompts()
+        prompts = Prompts(self.block_tokens)
         made = [request for user in range(self.users) for request in self.requests_of(user, seed, prompts)]
         made.sort(key=lambda request: request.arrival)
         return Trace(tuple(replace(request, arrival=request.arrival - made[0].arrival) for request in made))

@@ -19,6 +19,8 @@ import pytest
 from loadtests.bench.processes import BenchmarkFailure, stat_fields
 from loadtests.engines.client import Answer, Load, ask, new_client, run_workload
 from loadtests.engines.fleet import BLOCK_TOKENS, CACHE_BLOCKS, Counters, read_cache_tokens, read_counters, running
+from loadtests.engines.measure import Decode, Facts, Prefill
+from loadtests.engines.predict import as_table, fleet_of, predictions
 from loadtests.engines.report import Run, figures_of, percentile, read_runs, write_report
 from loadtests.engines.routers import ROUTERS
 from loadtests.engines.run import plan, read_options
@@ -380,3 +382,36 @@ async def test_one_replica_that_does_not_start_takes_the_others_with_it(tmp_path
         leader = workers[0].pid
         assert leader is not None
         await wait_until(lambda: group_is_gone(leader))
+
+
+# -- the simulator's prediction
+
+FACTS = Facts(
+    machine="a machine",
+    vllm="1",
+    model="tiny",
+    replicas=3,
+    cache_tokens=16_384,
+    floor_seconds=0.01,
+    prefill_alone=[Prefill(1_000, 0.1, 0.01, 11_000), Prefill(3_990, 0.9, 0.02, 4_500), Prefill(6_000, 2.0, 0.03, 3_000)],
+    prefill_all_busy=Prefill(3_990, 1.4, 0.06, 3_000),
+    decode_alone=[Decode(1, 300.0), Decode(8, 150.0)],
+    decode_all_busy=[Decode(1, 200.0), Decode(8, 100.0)],
+)
+
+
+def test_the_simulated_fleet_is_the_measured_one() -> None:
+    fleet = fleet_of(FACTS)
+    assert (fleet.replicas, fleet.cache_tokens, fleet.prefill_rate, fleet.decode_rate) == (3, 16_384, 4_500, 300)
+    assert fleet.full_speed_replicas == pytest.approx(2.0)
+    assert [fleet.share_of_each(busy) for busy in (0, 1, 2, 3)] == pytest.approx([1, 1, 1, 2 / 3])
+    assert fleet.decode_slowdown == pytest.approx(1 / 7)
+
+
+def test_predictions_are_of_our_own_policies_and_name_what_is_off() -> None:
+    found = predictions(RUNS, fleet_of(FACTS))
+    assert [(one.regime, one.policy) for one in found] == [("fits", "cache-cost"), ("fits", "least-requests")]
+    assert found[0].measured_seconds == 1.5
+    assert 0 < found[0].simulated_seconds < 1.0
+    lines = as_table(found).splitlines()
+    assert "| no" in next(line for line in lines if "least-requests" in line)

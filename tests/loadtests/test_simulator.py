@@ -255,7 +255,7 @@ def test_answers_fill_blocks_where_the_next_turn_repeats_them() -> None:
     first = Request(0.0, 1124, 500, (1, 2), session="s")
     next_turn = Request(20.0, 1700, 1, (1, 2, 3), session="s")
     other = Request(30.0, 1700, 1, (1, 2, 4), session="t")
-    assert answers_of([first, next_turn, other]) == [(3,), (), ()]
+    assert answers_of([first, next_turn, other], 512) == [(3,), (), ()]
     cached = [
         [trip.cached_tokens for trip in run([first, next_turn, other], Fleet(1, cache_answers=answers))]
         for answers in (False, True)
@@ -265,8 +265,8 @@ def test_answers_fill_blocks_where_the_next_turn_repeats_them() -> None:
 
 def test_an_answer_that_the_next_turn_does_not_repeat_is_not_known() -> None:
     first = Request(0.0, 1124, 500, (1, 2), session="s")
-    assert answers_of([first, Request(1.0, 1700, 1, (1, 5, 6), session="s")]) == [(), ()]
-    assert answers_of([first, Request(1.0, 1600, 1, (1, 2, 3), session="s")]) == [(), ()]
+    assert answers_of([first, Request(1.0, 1700, 1, (1, 5, 6), session="s")], 512) == [(), ()]
+    assert answers_of([first, Request(1.0, 1600, 1, (1, 2, 3), session="s")], 512) == [(), ()]
 
 
 # ---- what is known -------------------------------------------------------------------------------------------------
