@@ -10,6 +10,7 @@ from gateway.core.belief import GREATEST_SHARE, LEAST_SHARE, CacheShare, differs
 from gateway.core.blocks import block_hashes
 from gateway.core.model import BlockHash, ReplicaAdded, ReplicaId, RouteRequest, Usage
 from gateway.core.prefix_index import PrefixIndex
+from gateway.core.replica import SETTLED_FLIGHTS
 from tests.core.fleet import BLOCK_BYTES, BLOCK_TOKENS, Fleet, ask, text
 
 ENGINE_BLOCKS = 400
@@ -190,3 +191,19 @@ def test_what_is_remembered_of_evictions_is_bounded_by_what_is_held():
         assert len(replica._evictions) <= len(replica.records) + 1
     replica.clear()
     assert not replica._evictions
+
+
+def test_the_size_of_caches_is_not_judged_by_flights_that_teach_bytes_per_token() -> None:
+    """Hits that nobody predicted, of text with half the bytes a token: the first twenty say nothing of the cache."""
+    fleet = Fleet(1, default_cache_tokens=20 * BLOCK_TOKENS)
+    random = Random(4)
+    prompts = [ask(text(random, 12)) for _ in range(3)]
+    shares = []
+    for turn in range(40):
+        request = prompts[turn % 3]
+        flight = fleet.send(request)
+        usage = Usage(prompt_tokens=12 * BLOCK_TOKENS, cached_tokens=11 * BLOCK_TOKENS)
+        fleet.complete(flight, usage, seconds=0.1)
+        shares.append(fleet.router.statistics(fleet.now).cache_share)
+    assert shares[SETTLED_FLIGHTS - 2] == 1.0
+    assert shares[-1] > 1.1

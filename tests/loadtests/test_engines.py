@@ -393,7 +393,11 @@ FACTS = Facts(
     replicas=3,
     cache_tokens=16_384,
     floor_seconds=0.01,
-    prefill_alone=[Prefill(1_000, 0.1, 0.01, 11_000), Prefill(3_990, 0.9, 0.02, 4_500), Prefill(6_000, 2.0, 0.03, 3_000)],
+    prefill_alone=[
+        Prefill(1_000, 0.1, 0.01, 11_000),
+        Prefill(3_990, 0.9, 0.02, 4_500),
+        Prefill(6_000, 2.0, 0.03, 3_000),
+    ],
     prefill_all_busy=Prefill(3_990, 1.4, 0.06, 3_000),
     decode_alone=[Decode(1, 300.0), Decode(8, 150.0)],
     decode_all_busy=[Decode(1, 200.0), Decode(8, 100.0)],

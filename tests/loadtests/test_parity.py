@@ -353,7 +353,7 @@ def compare(simulator: Simulator, live: Live) -> None:
 # ---- the tests -----------------------------------------------------------------------------------------------------
 
 APART = Fleet(replicas=REPLICAS, cache_tokens=20_000)
-CROWDED = Fleet(replicas=REPLICAS, cache_tokens=20_000, prefill_rate=10_000.0, speeds=(1.0, 1.0, 0.4))
+CROWDED = Fleet(replicas=REPLICAS, cache_tokens=20_000, prefill_rate=6_000.0, speeds=(1.0, 1.0, 0.4))
 """One of them is slow, caches are small, and many wait in the gateway."""
 
 
@@ -376,7 +376,7 @@ async def test_many_at_once_go_where_the_simulator_sends_them(mode: str) -> None
     simulator, live = await replay(requests(0.03), mode, CROWDED)
     compare(simulator, live)
     held = [trip for trip in simulator.trips if trip.sent_at != trip.arrived_at]
-    assert len(held) > 15
+    assert len(held) > 10
     assert len({trip.place for trip in held}) >= 2
 
 
