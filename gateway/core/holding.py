@@ -17,13 +17,13 @@ from gateway.core.replica import Replica
 from gateway.core.scorers import OUTPUT_RESERVE_TOKENS
 
 SLOT_SECONDS = 0.05
-"""Prefill sent ahead: covers the way there and back and what the engine adds to a step. In simulation 0.03 did as well,
-0.1 waited 1 to 2 % longer in the mean."""
+"""Prefill sent ahead: covers the way there and back and what the engine adds to a step. In simulation, without what
+follows, 0.03 did as well, and 0.1 waited 1 to 2 % longer in the mean."""
 STEP_TOKENS = 4_096.0
-"""... but no less than this: an engine prefills several prompts in one step, up to its `--max-num-batched-tokens` (by
-default 2,048 to 8,192), and all of them have their first token at its end. Whoever is held until then misses the step:
-on four replicas sharing an H200 warm requests waited 0.36 s instead of 0.30. Simulated engines, which prefill one by
-one, wait 1 to 3 % longer than with 2,048."""
+"""... but no less than this, which is more for replicas below 82,000 tokens a second: an engine prefills several
+prompts in one step, up to its `--max-num-batched-tokens` (by default 2,048 to 8,192), and all have their first token
+at its end. Whoever is held until then misses the step: on four replicas sharing an H200 warm requests waited 0.36 s
+instead of 0.30. Simulated engines, which prefill one by one, wait 1 to 3 % longer than with 2,048."""
 GUESS_SECONDS = 1.0
 """Sent ahead in addition as long as nothing was learned of the replica's rate; halved by each lesson."""
 PATIENCE = 4.0

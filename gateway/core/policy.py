@@ -164,8 +164,8 @@ class CacheCost:
 
     copy_weight: float = 0.5
     """Weight of uncached tokens of a prefix that deserves a copy: it is repaid by the next prompts that come. Simulated
-    with eight hot system prompts on eight replicas, 1 waited 3 % longer than cache-blind least work, 0.5 and 0.25 2 %
-    less, and 0 copied too much; chats and agents did not notice."""
+    with eight hot system prompts on eight replicas, 1 waited 3 % longer than cache-blind least work, 0.5 and 0.25 1
+    to 2 % less, and 0 copied too much; chats and agents did not notice."""
     a: float = 2.0
     a_thrift: float = 4.0
     """Weight of own uncached tokens, and how much it grows with the thrift of the fleet (`core.prefix_index`). 1 fills

@@ -252,10 +252,9 @@ class Router:
         ratio = self._bytes_per_token.of(request.model, request.space)
         block_tokens, tokens = self._settings.block_bytes / ratio, request.length / ratio + OUTPUT_RESERVE_TOKENS
         for replica in self._replicas.values():
-            in_flight = replica.load.in_flight
-            if in_flight:
-                live = replica.index.live * block_tokens + ANSWER_TOKENS * in_flight
-                if live + tokens > replica.cache_tokens or not holding.is_free(replica, now):
+            if replica.load.in_flight:
+                has_room = running_tokens(replica, block_tokens) + tokens <= replica.cache_tokens
+                if not (has_room and holding.is_free(replica, now)):
                     return False
         return True
 
@@ -397,7 +396,7 @@ class Router:
             else:
                 foreign_total += foreign
             cached = matched * block_tokens
-            live = index.live * block_tokens + ANSWER_TOKENS * load.in_flight
+            live = running_tokens(replica, block_tokens)
             if matched and index.held[blocks[matched - 1]].live:
                 live = max(0.0, live - cached)
             row = (
@@ -443,6 +442,11 @@ class Router:
             load_age=None if snapshot is None else now - snapshot.taken_at,
             last_failure=replica.health.last_failure,
         )
+
+
+def running_tokens(replica: Replica, block_tokens: float) -> float:
+    """KV cache that requests in flight there hold: their prompts, shared prefixes once, and half of their answers."""
+    return replica.index.live * block_tokens + ANSWER_TOKENS * replica.load.in_flight
 
 
 def merge(one: ModelCard, other: ModelCard) -> ModelCard:
