@@ -44,6 +44,8 @@ class Fleet:
     """Of a cache block, and of a block of the traffic."""
     prefill_rate: float = 20_000.0
     """Uncached prompt tokens per second."""
+    attention_tokens: float | None = None
+    """A token with so many before it takes twice as long to prefill as the first. `None`: all take the same."""
     decode_rate: float = 60.0
     """Tokens per second of each request."""
     max_num_seqs: int = 64
@@ -114,6 +116,7 @@ class Fleet:
             cache_tokens=self.cache_tokens,
             block_size=self.block_tokens,
             prefill_rate=self.prefill_rate * self.speed(place),
+            attention_tokens=self.attention_tokens,
             decode_rate=self.decode_rate * self.speed(place),
             max_num_seqs=self.max_num_seqs,
             first_token_floor_seconds=self.first_token_floor_seconds,

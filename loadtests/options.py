@@ -52,6 +52,15 @@ CacheTokens = Annotated[
 PrefillRate = Annotated[
     float, Option("--prefill-rate", metavar="X", help="Uncached prompt tokens a second of each replica.")
 ]
+AttentionTokens = Annotated[
+    float | None,
+    Option(
+        "--attention-tokens",
+        metavar="N",
+        min=1,
+        help="A token with so many before it takes twice as long to prefill as the first; when absent, no longer.",
+    ),
+]
 DecodeRate = Annotated[float, Option("--decode-rate", metavar="X", help="Tokens a second of each request.")]
 MaxNumSeqs = Annotated[int, Option("--max-num-seqs", metavar="N", min=1, help="Requests that a replica runs at once.")]
 Speeds = Annotated[
@@ -126,6 +135,7 @@ class Options:
     replicas: Replicas = 8
     cache_tokens: CacheTokens = 1_500_000
     prefill_rate: PrefillRate = 20_000.0
+    attention_tokens: AttentionTokens = None
     decode_rate: DecodeRate = 60.0
     max_num_seqs: MaxNumSeqs = 64
     speeds: Speeds = None

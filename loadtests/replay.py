@@ -79,6 +79,7 @@ def fleet_of(options: Options) -> Fleet:
         replicas=options.replicas,
         cache_tokens=options.cache_tokens,
         prefill_rate=positive("prefill-rate", options.prefill_rate),
+        attention_tokens=options.attention_tokens,
         decode_rate=positive("decode-rate", options.decode_rate),
         max_num_seqs=options.max_num_seqs,
         speeds=speeds_of(options.speeds, options.replicas),

@@ -41,6 +41,8 @@ class EngineSettings:
     """Tokens in one KV block; vLLM's default on GPUs."""
     prefill_rate: float = 20_000.0
     """Uncached prompt tokens per second."""
+    attention_tokens: float | None = None
+    """Attention: a token with so many before it takes twice as long as the first. `None`: all take the same."""
     decode_rate: float = 60.0
     """Tokens per second of one request that decodes alone."""
     max_num_seqs: int = 64
@@ -291,6 +293,17 @@ class EngineModel:
         step_seconds += prefill_tokens / settings.prefill_rate
         return share * prefill_tokens / step_seconds, share / step_seconds
 
+    def _effort(self, tokens: int) -> float:
+        """Prefill of that many tokens from the first on, in tokens that have none before them."""
+        attention = self.settings.attention_tokens
+        return float(tokens) if attention is None else tokens + tokens * tokens / (2.0 * attention)
+
+    def _computed(self, effort: float) -> int:
+        """Tokens that so much effort has prefilled."""
+        attention = self.settings.attention_tokens
+        tokens = effort if attention is None else attention * (math.sqrt(1.0 + 2.0 * effort / attention) - 1.0)
+        return math.floor(tokens + 1e-6)
+
     def _next(self) -> tuple[float | None, Callable[[], None]]:
         """Time of the next event, and what it does."""
         at: float | None = None
@@ -348,7 +361,8 @@ class EngineModel:
                 request.held_blocks, request.private_blocks = held, private
                 # At least the last token is computed, so a prompt of whole blocks never uses its last block.
                 cached_tokens = min(request.known_blocks, (prefill_tokens - 1) // size) * size
-                self._prefilling, self._prefill_left = request, float(prefill_tokens - cached_tokens)
+                self._prefilling = request
+                self._prefill_left = self._effort(prefill_tokens) - self._effort(cached_tokens)
                 self._prefill_since = self._now
                 self._start(request, cached_tokens)
         self._prefill_speed, self._decode_speed = self._speeds()
@@ -440,7 +454,7 @@ class EngineModel:
         made = request.output_tokens if finished else self.generated(request, self._now)
         valid, generated = len(request.held_blocks), request.output_blocks[:0]
         if request is self._prefilling:
-            computed = request.prompt_tokens + request.resumed_tokens - math.ceil(self._prefill_left)
+            computed = self._computed(self._effort(request.prompt_tokens + request.resumed_tokens) - self._prefill_left)
             valid = max(request.known_blocks, computed // size)
             self._prefilling = None
         elif request.decode_origin is not None:

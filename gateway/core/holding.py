@@ -24,6 +24,10 @@ STEP_TOKENS = 4_096.0
 prompts in one step, up to its `--max-num-batched-tokens` (by default 2,048 to 8,192), and all have their first token
 at its end. Whoever is held until then misses the step: on four replicas sharing an H200 warm requests waited 0.36 s
 instead of 0.30. Simulated engines, which prefill one by one, wait 1 to 3 % longer than with 2,048."""
+STEP_CACHE_SHARE = 1 / 16
+"""... and no more than this share of the KV cache: a request that is sent takes its room at once, from prefixes that
+those who wait could have used. Simulated with caches of 16,384 tokens, 4,096 sent ahead waited 6 % longer than 1,024,
+and found 50.3 % cached instead of 51.9 %."""
 GUESS_SECONDS = 1.0
 """Sent ahead in addition as long as nothing was learned of the replica's rate; halved by each lesson."""
 PATIENCE = 4.0
@@ -73,7 +77,7 @@ class Promises:
 def slot_tokens(replica: Replica) -> float:
     """Prefill that may be pending at a replica when the next request is sent there."""
     seconds = SLOT_SECONDS + GUESS_SECONDS * 0.5**replica.rate.lessons
-    return max(seconds * replica.rate.value, STEP_TOKENS)
+    return max(seconds * replica.rate.value, min(STEP_TOKENS, STEP_CACHE_SHARE * replica.cache_tokens))
 
 
 def is_free(replica: Replica, now: float) -> bool:

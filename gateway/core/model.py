@@ -184,6 +184,8 @@ class ReplicaView(NamedTuple):
     thrift: float = 0.0
     """How dear room in the fleet's caches is, 0..1: 0 where no prompt goes on with another, 1 from where half of them
     do. The same in all views of a request."""
+    waiting: float = 0.0
+    """Requests waiting in the gateway, for each replica. The same in all views of a request."""
 
 
 class Cost(NamedTuple):

@@ -45,13 +45,15 @@ def bounded(error: float) -> float:
 class LearnedRatio:
     """A positive number learned from noisy observations, robustly."""
 
-    __slots__ = ("_high", "_low", "count", "value")
+    __slots__ = ("_high", "_low", "_seed_weight", "count", "value")
 
     SLOWEST_STEP = 0.1
     """Share of an error that is believed once there is experience: about ten observations of memory."""
 
-    def __init__(self, seed: float, low: float, high: float) -> None:
+    def __init__(self, seed: float, low: float, high: float, seed_weight: float = 1.0) -> None:
+        """The seed counts as `seed_weight` observations."""
         self._low, self._high = low, high
+        self._seed_weight = seed_weight
         self.value = min(max(seed, low), high)
         self.count = 0
 
@@ -60,7 +62,7 @@ class LearnedRatio:
 
     def learn(self, observed: float) -> None:
         """Move towards `observed` (positive)."""
-        step = 1.0 / (self.count + 2)
+        step = 1.0 / (self.count + 1 + self._seed_weight)
         if step < self.SLOWEST_STEP:
             step = self.SLOWEST_STEP
         value = self.value * exp(step * bounded(log(observed / self.value)))
@@ -177,7 +179,7 @@ class BytesPerToken:
         if prompt_tokens < MINIMUM_PROMPT_TOKENS or length <= 0:
             return BYTES_PER_TOKEN if learned is None else learned.value
         if learned is None:
-            learned = self._by_model[model] = LearnedRatio(BYTES_PER_TOKEN, 0.5, 16.0)
+            learned = self._by_model[model] = LearnedRatio(BYTES_PER_TOKEN, 0.5, 16.0, seed_weight=0.0)
             if len(self._by_model) > MAX_MODELS:
                 self._by_model.popitem(last=False)
         else:

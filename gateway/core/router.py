@@ -376,7 +376,7 @@ class Router:
         block_tokens = self._settings.block_bytes / ratio
         prompt_tokens = request.length / ratio
         matches = [match_length(replica.index.held, blocks) for replica in candidates]
-        deserving, tau, thrift = 0, 0.0, 0.0
+        deserving, tau, thrift, waiting = 0, 0.0, 0.0, self._admission.waiting / max(1, len(self._replicas))
         if reads_cache and (longest := max(matches)):
             deserving = self._index.deserving_depth(blocks[:longest], now)
         if reads_cache:
@@ -415,6 +415,7 @@ class Router:
                 replica.started,
                 load.residence_seconds,
                 thrift,
+                waiting,
             )
             views.append(tuple.__new__(ReplicaView, row))  # half the time of ReplicaView(*row), for each candidate
         if silent and foreign_total:  # silence is neither idle nor full: the mean of the others stands in

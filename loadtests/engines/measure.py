@@ -1,9 +1,10 @@
 """What one replica can do here, as the simulator asks for it: `python -m loadtests.engines.measure [--output FILE]`.
 
-Prefill is measured from the client's side, cold prompt against time to first token, on one replica alone and on all at
-once (they share the cores of this machine). Decoding is what an answer of 64 tokens takes longer than one of a single
-token, with 1 to 8 streams on one replica; not the time between tokens, which arrive in bursts when cores are short. One
-JSON object is written; every figure comes from medians.
+Prefill is measured from the client's side, cold prompt against time to first token, on one replica alone; then what all
+of them get done together when none is ever idle, for they share the cores of this machine. Decoding is what an answer
+of 64 tokens takes longer than one of a single token, with 1 to 8 streams on one replica; not the time between tokens,
+which arrive in bursts when cores are short. One JSON object is written; every figure but the sustained one comes from
+medians.
 """
 
 from __future__ import annotations
@@ -13,9 +14,10 @@ import asyncio
 import sys
 import time
 from collections.abc import Sequence
+from itertools import chain
 from pathlib import Path
 from random import Random
-from statistics import median
+from statistics import fmean, median
 
 import httpx
 import msgspec
@@ -31,6 +33,8 @@ from workers.worker import WorkerFailed
 PROMPT_TOKENS = (1_000, 2_000, 4_000, 6_000)
 BUSY_TOKENS = 4_000
 """The longest prompts of the workload."""
+BUSY_PROMPTS = 12
+"""For each replica, two at a time: some ten seconds."""
 STREAMS = (1, 2, 4, 8)
 """The preset runs up to 8 requests at once."""
 DECODE_TOKENS = 64
@@ -46,6 +50,16 @@ class Prefill(msgspec.Struct, frozen=True):
     """The same prompt again."""
     tokens_per_second: float
     """Uncached tokens by the time that they add: cold less warm."""
+
+
+class Sustained(msgspec.Struct, frozen=True):
+    """All replicas at work all the time, with cold prompts only."""
+
+    prompt_tokens: int
+    prompts: int
+    """On each replica."""
+    seconds: float
+    """Until the mean replica was done with all of its prompts."""
 
 
 class Decode(msgspec.Struct, frozen=True):
@@ -64,8 +78,7 @@ class Facts(msgspec.Struct, frozen=True):
     floor_seconds: float
     """Time to first token of a prompt with almost nothing to compute."""
     prefill_alone: list[Prefill]
-    prefill_all_busy: Prefill
-    """Of one replica, while all others prefill as well."""
+    sustained: Sustained
     decode_alone: list[Decode]
     decode_all_busy: list[Decode]
 
@@ -81,7 +94,7 @@ async def measure(fleet: Fleet) -> Facts:
             cache_tokens=fleet.cache_tokens,
             floor_seconds=await measure_floor(client, first[0], random),
             prefill_alone=[await measure_prefill(client, first, tokens, random) for tokens in PROMPT_TOKENS],
-            prefill_all_busy=await measure_prefill(client, fleet.urls, BUSY_TOKENS, random),
+            sustained=await measure_sustained(client, fleet.urls, random),
             decode_alone=[await measure_decode(client, first, streams, random) for streams in STREAMS],
             decode_all_busy=[await measure_decode(client, fleet.urls, streams, random) for streams in STREAMS],
         )
@@ -106,6 +119,23 @@ async def measure_prefill(client: httpx.AsyncClient, urls: Sequence[str], tokens
     uncached = median(answer.prompt_tokens for answer in cold)
     rate = uncached / max(cold_seconds - warm_seconds, 1e-3)
     return Prefill(int(uncached), round(cold_seconds, 4), round(warm_seconds, 4), round(rate))
+
+
+async def measure_sustained(client: httpx.AsyncClient, urls: Sequence[str], random: Random) -> Sustained:
+    async def keep_busy(url: str, prompts: list[str]) -> tuple[int, float]:
+        async def one_by_one() -> list[int]:
+            tokens = []
+            while prompts:
+                tokens.append((await send(client, url, prompts.pop(), 2)).prompt_tokens)
+            return tokens
+
+        began = time.perf_counter()
+        done = await asyncio.gather(one_by_one(), one_by_one())
+        return max(chain.from_iterable(done)), time.perf_counter() - began
+
+    prompts = [[words(random, BUSY_TOKENS) for _ in range(BUSY_PROMPTS)] for _ in urls]
+    ends = await asyncio.gather(*map(keep_busy, urls, prompts))
+    return Sustained(max(tokens for tokens, _ in ends), BUSY_PROMPTS, round(fmean(seconds for _, seconds in ends), 3))
 
 
 async def measure_decode(client: httpx.AsyncClient, urls: Sequence[str], streams: int, random: Random) -> Decode:

@@ -2,8 +2,8 @@
 
 Takes the chats of each run of Warmlane's own policies in a results file, simulates them on engines as fast as those
 that `loadtests.engines.measure` found, and prints measured and simulated time to first token side by side. Nothing is
-fitted to the results: rates, cache and floor are the measured ones. The replicas share the cores of one machine, so a
-replica that is alone is as fast as `prefill_alone` says, and several share that.
+fitted to the results: rates, attention, cache and floor are the measured ones. The replicas share the cores of one
+machine, so a replica that is alone is as fast as `prefill_alone` says, and together they do what `sustained` says.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ import argparse
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, linear_regression
 
 import msgspec
 
 from gateway.core.settings import POLICY_NAMES, RoutingSettings
 from loadtests.bench.report import number, table
 from loadtests.engines.fleet import BLOCK_TOKENS
-from loadtests.engines.measure import BUSY_TOKENS, Facts
+from loadtests.engines.measure import Facts, Prefill
 from loadtests.engines.report import Run, read_runs
 from loadtests.fleet import Fleet
 from loadtests.simulator import Simulator
@@ -27,6 +27,8 @@ from loadtests.traces.generated import Chats
 
 MAX_NUM_SEQS = 8
 """Of the preset that the replicas are started with."""
+STEP_TOKENS = 2_048
+"""vLLM's `max_num_batched_tokens` for a server on a CPU."""
 TOLERANCE = 0.25
 """A mean this near is a prediction."""
 
@@ -47,20 +49,33 @@ class Prediction:
 
 def fleet_of(facts: Facts) -> Fleet:
     """The measured replicas, as fast as one is alone until so many are busy that they share the machine."""
-    alone = min(facts.prefill_alone, key=lambda one: abs(one.prompt_tokens - BUSY_TOKENS)).tokens_per_second
+    first, growth = prefill_curve(facts.prefill_alone)
+    busy = facts.sustained
+    alone_seconds = busy.prompts * (first * busy.prompt_tokens + growth * busy.prompt_tokens**2)
     one, most = facts.decode_alone[0], facts.decode_alone[-1]
     return Fleet(
         replicas=facts.replicas,
         cache_tokens=facts.cache_tokens,
         block_tokens=BLOCK_TOKENS,
-        prefill_rate=alone,
+        prefill_rate=1 / first,
+        attention_tokens=first / (2 * growth) if growth > 0 else None,
         decode_rate=one.tokens_per_second,
         decode_slowdown=max(0.0, (one.tokens_per_second / most.tokens_per_second - 1) / (most.streams - 1)),
         max_num_seqs=MAX_NUM_SEQS,
         first_token_floor_seconds=facts.floor_seconds,
         shared_processor=True,
-        full_speed_replicas=max(1.0, facts.replicas * facts.prefill_all_busy.tokens_per_second / alone),
+        full_speed_replicas=max(1.0, facts.replicas * alone_seconds / busy.seconds),
+        step_tokens=STEP_TOKENS,
+        preempts=True,
     )
+
+
+def prefill_curve(prefills: Sequence[Prefill]) -> tuple[float, float]:
+    """Seconds that `n` tokens take are the first figure times n and the second times n squared, for attention looks at
+    all tokens before: least squares over what was measured, each prompt counting alike."""
+    slopes = [(one.prompt_tokens, (one.cold_seconds - one.warm_seconds) / one.prompt_tokens) for one in prefills]
+    growth, first = linear_regression(*zip(*slopes, strict=True)) if len(slopes) > 1 else (0.0, slopes[0][1])
+    return (first, growth) if growth > 0 and first > 0 else (fmean(slope for _, slope in slopes), 0.0)
 
 
 def chats_of(run: Run) -> Chats:

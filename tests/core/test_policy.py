@@ -68,6 +68,7 @@ any_view = st.builds(
     started=st.integers(0, 1_000),
     residence_seconds=st.floats(0, 1_000),
     thrift=st.floats(0, 1),
+    waiting=st.floats(0, 1_000),
 )
 
 
@@ -176,6 +177,15 @@ class TestCacheCost:
         warm: dict[str, object] = {"cached_tokens": 8_000.0, "thrift": thrift}
         cold: dict[str, object] = {"thrift": thrift}
         assert order("cache-cost", fleet(warm, cold))[0] == 0
+        assert order("cache-cost", fleet({**warm, "pending_tokens": saved_tokens - 500}, cold))[0] == 0
+        assert order("cache-cost", fleet({**warm, "pending_tokens": saved_tokens + 500}, cold))[0] == 1
+
+    @pytest.mark.parametrize(("waiting", "saved_tokens"), [(1.0, 96_000.0), (2.0, 144_000.0), (50.0, 144_000.0)])
+    def test_where_requests_wait_a_match_saves_more_for_it_saves_their_time_as_well(
+        self, waiting: float, saved_tokens: float
+    ) -> None:
+        warm: dict[str, object] = {"cached_tokens": 8_000.0, "thrift": 1.0, "waiting": waiting}
+        cold: dict[str, object] = {"thrift": 1.0, "waiting": waiting}
         assert order("cache-cost", fleet({**warm, "pending_tokens": saved_tokens - 500}, cold))[0] == 0
         assert order("cache-cost", fleet({**warm, "pending_tokens": saved_tokens + 500}, cold))[0] == 1
 

@@ -80,6 +80,12 @@ class TestBytesPerToken:
         assert ratios.of("sparse", Space.TEXT) == pytest.approx(5.0, rel=0.02)
         assert ratios.of("unseen", Space.TEXT) == 4.0
 
+    @pytest.mark.parametrize("ratio", [2.1, 6.8])
+    def test_the_first_answer_counts_for_more_than_the_guess(self, ratio: float) -> None:
+        ratios = BytesPerToken()
+        ratios.learn("m", Space.TEXT, int(10_000 * ratio), 10_000)
+        assert ratios.of("m", Space.TEXT) == pytest.approx(ratio)
+
     def test_is_four_for_token_ids_whatever_a_replica_says(self) -> None:
         ratios = BytesPerToken()
         for _ in range(30):

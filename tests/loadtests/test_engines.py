@@ -19,8 +19,8 @@ import pytest
 from loadtests.bench.processes import BenchmarkFailure, stat_fields
 from loadtests.engines.client import Answer, Load, ask, new_client, run_workload
 from loadtests.engines.fleet import BLOCK_TOKENS, CACHE_BLOCKS, Counters, read_cache_tokens, read_counters, running
-from loadtests.engines.measure import Decode, Facts, Prefill
-from loadtests.engines.predict import as_table, fleet_of, predictions
+from loadtests.engines.measure import Decode, Facts, Prefill, Sustained
+from loadtests.engines.predict import as_table, fleet_of, predictions, prefill_curve
 from loadtests.engines.report import Run, figures_of, percentile, read_runs, write_report
 from loadtests.engines.routers import ROUTERS
 from loadtests.engines.run import plan, read_options
@@ -394,11 +394,11 @@ FACTS = Facts(
     cache_tokens=16_384,
     floor_seconds=0.01,
     prefill_alone=[
-        Prefill(1_000, 0.1, 0.01, 11_000),
-        Prefill(3_990, 0.9, 0.02, 4_500),
-        Prefill(6_000, 2.0, 0.03, 3_000),
+        Prefill(1_000, 0.16, 0.01, 6_667),
+        Prefill(4_000, 1.22, 0.02, 3_333),
+        Prefill(6_000, 2.43, 0.03, 2_500),
     ],
-    prefill_all_busy=Prefill(3_990, 1.4, 0.06, 3_000),
+    sustained=Sustained(4_000, 10, 18.0),
     decode_alone=[Decode(1, 300.0), Decode(8, 150.0)],
     decode_all_busy=[Decode(1, 200.0), Decode(8, 100.0)],
 )
@@ -406,10 +406,18 @@ FACTS = Facts(
 
 def test_the_simulated_fleet_is_the_measured_one() -> None:
     fleet = fleet_of(FACTS)
-    assert (fleet.replicas, fleet.cache_tokens, fleet.prefill_rate, fleet.decode_rate) == (3, 16_384, 4_500, 300)
+    assert (fleet.replicas, fleet.cache_tokens, fleet.decode_rate) == (3, 16_384, 300)
+    # 0.1 ms for the first token, twice as much from token 1,000 on: 1.2 s for 4,000 alone, 1.8 s while all are busy.
+    assert (fleet.prefill_rate, fleet.attention_tokens) == pytest.approx((10_000, 1_000))
     assert fleet.full_speed_replicas == pytest.approx(2.0)
     assert [fleet.share_of_each(busy) for busy in (0, 1, 2, 3)] == pytest.approx([1, 1, 1, 2 / 3])
     assert fleet.decode_slowdown == pytest.approx(1 / 7)
+
+
+def test_prompts_that_show_no_attention_have_their_mean_rate() -> None:
+    flat = [Prefill(1_000, 0.11, 0.01, 10_000), Prefill(4_000, 0.41, 0.01, 10_000)]
+    assert prefill_curve(flat) == (pytest.approx(1e-4), pytest.approx(0.0, abs=1e-12))
+    assert prefill_curve(flat[:1]) == (pytest.approx(1e-4), 0.0)
 
 
 def test_predictions_are_of_our_own_policies_and_name_what_is_off() -> None:

@@ -121,6 +121,26 @@ def test_shared_steps_slow_both_the_prefill_and_the_decoding() -> None:
     assert decoding.ended_at == pytest.approx(1.0 + 10 * 0.12 + (1_001 - before - 10) / DECODE, abs=1 / DECODE)
 
 
+def test_with_attention_late_tokens_of_a_prompt_take_longer_and_a_cached_head_saves_the_fast_ones() -> None:
+    model = engine(attention_tokens=1_000)
+    cold, warm = request(1_000, chain=1, shared=50), request(1_000, chain=2, shared=50)
+    model.submit(cold, 0.0)
+    model.advance(2.0)
+    assert cold.first_token_at == pytest.approx(1.5)  # the mean token takes half as long again as the first
+    finish(model, warm, at=2.0)
+    assert warm.cached_tokens == 500
+    assert warm.first_token_at == pytest.approx(2.0 + 1.5 - 0.625)
+
+
+def test_with_attention_an_abort_keeps_the_blocks_that_were_computed() -> None:
+    model = engine(attention_tokens=1_000)
+    aborted, again = request(1_000, chain=1), request(1_000, chain=1)
+    model.submit(aborted, 0.0)
+    model.abort(aborted, 0.625)  # 500 tokens
+    finish(model, again, at=1.0)
+    assert again.cached_tokens == 500
+
+
 def test_generated_counts_the_tokens_that_are_out() -> None:
     model, alone = engine(), request(500, output=11)
     model.submit(alone, 0.0)
@@ -452,6 +472,7 @@ def test_a_random_walk_leaves_nothing_behind(seed: int) -> None:
         max_num_seqs=3,
         decode_slowdown=random.choice([0.0, 0.1]),
         step_tokens=random.choice([None, 64]),
+        attention_tokens=random.choice([None, 100.0]),
         first_token_floor_seconds=random.choice([0.0, 0.05]),
         preempts=random.choice([False, True]),
     )
