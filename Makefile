@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 VLLM_VENV ?= .venv-vllm
 SOURCES := setup.py $(shell find gateway workers loadtests -name '*.py' -o -name '*.toml')
 
-.PHONY: install run test test-compiled test-vllm check bench bench-vllm clean
+.PHONY: install run test test-compiled test-vllm chaos check bench bench-vllm clean
 
 install: $(VENV)/installed
 
@@ -38,6 +38,11 @@ test-compiled: install
 test-vllm: install
 	PYTHON=$(PYTHON) sh tests/vllm/install.sh $(VLLM_VENV) .cache/tiny-model
 	VLLM_VENV=$(VLLM_VENV) $(BIN)/python -m pytest -m vllm tests/vllm
+
+# Faults of replicas, clients and networks, with figures: tests/chaos/RESULTS.md. CHAOS_SHORT=1 is the form for CI.
+chaos: install
+	@rm -f .bench/chaos/figures.jsonl
+	$(BIN)/python -m pytest -s -m chaos tests/chaos; status=$$?; $(BIN)/python -m tests.chaos.report; exit $$status
 
 check: install
 	$(BIN)/ruff check .
