@@ -39,6 +39,7 @@ from gateway.feeds.fetch import new_client
 from gateway.feeds.probes import Probes
 from gateway.feeds.replicas import Replicas
 from gateway.feeds.scrape import Scrape
+from gateway.feeds.token_counts import TokenCounts
 from gateway.proxy import asgi_client, http_client
 from gateway.proxy.control_connection import ControlConnection
 from gateway.proxy.endpoints import ENDPOINTS
@@ -140,7 +141,12 @@ class Gateway:
             max_bytes=feeds.scrape_max_bytes,
             random=Random(),
         )
-        return [discovery.run(), probes.run(), scrape.run()]
+        jobs = [discovery.run(), probes.run(), scrape.run()]
+        if feeds.tokenize and policy_named(config.routing.policy).reads_cache:
+            counts = TokenCounts(self.observe)
+            self.door.on_prompt = counts.note
+            jobs.append(counts.run(client))
+        return jobs
 
     async def flush(self) -> None:
         while True:

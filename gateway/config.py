@@ -112,6 +112,9 @@ class Feeds(Struct, frozen=True, forbid_unknown_fields=True):
     scrape_timeout_seconds: Seconds = 2.0
     scrape_max_bytes: Annotated[int, Meta(ge=65_536)] = 4 * 1024 * 1024
     """A `/metrics` page above this is not read to its end and counts as missing."""
+    tokenize: bool = True
+    """The first three prompts of each model are also sent to their replica's `/tokenize`, to know early how many bytes
+    a token has."""
 
 
 class Config(Struct, frozen=True, forbid_unknown_fields=True):

@@ -16,7 +16,7 @@ import msgspec
 from gateway.core.model import BlockHash, RouteRequest
 
 MEMORY_BLOCKS = 262_144
-"""Some 65 M tokens of text, more than the KV caches of a fleet hold; 40 MB."""
+"""Some 33 M tokens of text, more than the KV caches of most fleets hold; 40 MB."""
 SESSION_BYTES = 6
 """Two in a million sessions with the same name would take 24 million of them."""
 

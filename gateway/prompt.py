@@ -43,7 +43,7 @@ FIELD = b"\x1f"
 OPEN_BRACKET, QUOTE = b'["'
 
 MAX_BLOCKS = 8_192
-"""Blocks hashed of one prompt: 8 MiB of text, some two million tokens. Beyond it a longer match changes no decision."""
+"""Blocks hashed of one prompt: 4 MiB of text, some million tokens. Beyond it a longer match changes no decision."""
 MEDIA_KEY_BYTES = 4_000
 """Key bytes that one picture or sound weighs: about 1,000 tokens, what vision models make of a picture."""
 

@@ -42,6 +42,9 @@ class Fleet:
     """What it reports, where that is not the truth."""
     block_tokens: int = BLOCK_TOKENS
     """Of a cache block, and of a block of the traffic."""
+    text_bytes_per_token: float | None = None
+    """Prompts are text with so many key bytes for each token, which a gateway has to learn, cut into its own prefix
+    blocks; `None`: token ids, in blocks of the traffic."""
     prefill_rate: float = 20_000.0
     """Uncached prompt tokens per second."""
     attention_tokens: float | None = None

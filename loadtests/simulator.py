@@ -17,7 +17,8 @@ at the end. Prefill rates it learns, unless the fleet tells it some. Several gat
 routers over the same replicas.
 
 **Prompts.** Ids of a trace are 512-token blocks, chained already. They go to the router as token-id prompts, which
-have four key bytes a token.
+have four key bytes a token; or, if the fleet says so, as text whose bytes per token the router must learn, in prefix
+blocks of about the configured size.
 """
 
 from __future__ import annotations
@@ -80,7 +81,11 @@ class Simulator:
         self._stations = [Station(fleet.url(place), fleet.engine(place)) for place in range(fleet.replicas)]
         self._engine_at = [INFINITY] * fleet.replicas  # next event of each engine
         self._share = 1.0  # of its full speed that each replica has
-        settings = replace(routing or RoutingSettings(), block_bytes=fleet.block_tokens * KEY_BYTES_PER_TOKEN)
+        settings, self._key_bytes, self._stride = routing or RoutingSettings(), float(KEY_BYTES_PER_TOKEN), 1
+        if fleet.text_bytes_per_token is not None:
+            self._key_bytes = fleet.text_bytes_per_token
+            self._stride = max(1, round(settings.block_bytes / self._key_bytes / fleet.block_tokens))
+        settings = replace(settings, block_bytes=int(self._stride * fleet.block_tokens * self._key_bytes))
         self.gateways = [
             Gateway(make_router(settings, seed + place), self._timers, self._stations, self._deliver, self._over)
             for place in range(fleet.deciders)
@@ -129,9 +134,9 @@ class Simulator:
     def _arrive(self, number: int, now: float) -> None:
         request = self._requests[number]
         route = RouteRequest(
-            blocks=cast(Sequence[BlockHash], request.blocks),
-            length=request.input_tokens * KEY_BYTES_PER_TOKEN,
-            space=Space.TOKENS,
+            blocks=cast(Sequence[BlockHash], request.blocks[self._stride - 1 :: self._stride]),
+            length=int(request.input_tokens * self._key_bytes),
+            space=Space.TOKENS if self.fleet.text_bytes_per_token is None else Space.TEXT,
             session=request.session,
         )
         gateway = self.gateways[len(self.trips) % len(self.gateways)]

@@ -14,10 +14,14 @@ from itertools import count
 
 from gateway.core.admission import Admitted, Shed, Ticket, Waiting
 from gateway.core.flight import Flight
-from gateway.core.model import Fact, NoReplica, Outcome, ReplicaId, RouteRequest, Usage
+from gateway.core.model import Fact, NoReplica, Outcome, PromptCounted, ReplicaId, RouteRequest, Space, Usage
 from gateway.core.router import Router
+from gateway.feeds.token_counts import PROMPTS_OF_MODEL
 from loadtests.fleet import INFINITY, Station
 from loadtests.traces import Request
+
+COUNT_SECONDS = 0.05
+"""Until a replica has counted a prompt's tokens, beside the request (`gateway.feeds.token_counts`)."""
 
 
 @dataclass(slots=True, eq=False)
@@ -109,6 +113,7 @@ class Gateway:
         self._on_over = on_over
         self._at_door: dict[Ticket, Trip] = {}
         self._release_at = INFINITY
+        self._to_count = PROMPTS_OF_MODEL
 
     @property
     def waiting(self) -> int:
@@ -198,6 +203,12 @@ class Gateway:
         trip.predicted_tokens = decision.view.cached_tokens
         trip.longest_tokens = max([view.cached_tokens for view, _ in decision.ranking])
         trip.place, trip.sent_at = self._place_of[decision.replica], now
+        if self._to_count and trip.route.space is Space.TEXT:
+            self._to_count -= 1
+            counted = PromptCounted(
+                decision.replica, trip.route.model, Space.TEXT, trip.route.length, trip.request.input_tokens
+            )
+            self._timers.at(now + COUNT_SECONDS, partial(self.observe, [counted]))
         self._timers.travel(now, partial(self._deliver, trip))
 
     def _shed(self, trip: Trip, ticket: Ticket, now: float) -> None:

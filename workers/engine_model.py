@@ -1,8 +1,9 @@
 """A replica without I/O: the prefix cache and the time cost of one vLLM engine, in whatever time its caller lives in.
 
 A request waits first come, first served, until a sequence slot and its KV blocks are free. It then leaves the queue and
-is prefilled alone, at a fixed rate for the tokens that the prefix cache does not hold. From its first token on it
-decodes together with all others. Everything between two events is linear in time, so nothing happens per token: one
+is prefilled, at a fixed rate for the tokens that the prefix cache does not hold: alone, or with `step_tokens` in steps
+(`workers.prefill_step`) that several prompts and all who decode share. From its first token on it decodes together with
+all others. Everything between two events is linear in time, so nothing happens per token: one
 *decode clock* counts the tokens that every decoding request has made, and a request ends when that clock reaches its
 target. That keeps batch-size effects and shared prefill steps as cheap as a constant rate.
 
@@ -20,7 +21,6 @@ What is simpler than in vLLM: a prompt's last block that must be recomputed is n
 from __future__ import annotations
 
 import heapq
-import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -28,6 +28,7 @@ from enum import Enum
 from itertools import count
 from typing import NamedTuple
 
+from workers.prefill_step import Prefill, PrefillStep
 from workers.prefix_cache import PrefixCache
 
 
@@ -52,7 +53,9 @@ class EngineSettings:
     decode_slowdown: float = 0.0
     """Share by which each further decoding request lengthens a step; gpt-oss-120b on one H200 measured 0.065."""
     step_tokens: int | None = None
-    """Tokens of one step that prefill and decode share (vLLM's `max_num_batched_tokens`). `None`: no interference."""
+    """Tokens of one step (vLLM's `max_num_batched_tokens`): one for each who decodes, the rest are prompts, in order,
+    and those that it completes have their first token at its end. `None`: one prompt at a time, whole, and answers and
+    prompts do not slow each other."""
     cache_generated: bool = True
     """Generated tokens fill prefix blocks too, as in vLLM."""
     preempts: bool = False
@@ -164,9 +167,8 @@ class EngineModel:
         self._waiting: deque[EngineRequest] = deque()
         self._withdrawn = 0  # aborted requests still in `_waiting`
         self._running: dict[EngineRequest, None] = {}  # who left the queue last is last
-        self._prefilling: EngineRequest | None = None
-        self._prefill_left = 0.0
-        self._prefill_since = 0.0
+        self._prefills: list[Prefill[EngineRequest]] = []  # begun and not complete, in order
+        self._step = PrefillStep[EngineRequest](self.settings.attention_tokens)
         self._starting: list[tuple[float, int, EngineRequest]] = []  # heap by time of the first token
         self._decoding: list[tuple[float, int, EngineRequest]] = []  # heap by the decode clock at the last token
         self._growing: list[tuple[float, int, EngineRequest]] = []  # heap by the decode clock when a block is needed
@@ -283,33 +285,20 @@ class EngineModel:
     # ---- how it moves ------------------------------------------------------------------------------------------------
 
     def _speeds(self) -> tuple[float, float]:
-        """Tokens per second of the running prefill, and of each decoding request, until the next event."""
+        """Effort per second of the prefill under way, and tokens of each decoding request, until the next event."""
         settings, batch, share = self.settings, self._batch, self._share
         step_seconds = (1.0 + settings.decode_slowdown * max(0, batch - 1)) / settings.decode_rate
-        if settings.step_tokens is None or self._prefilling is None or batch == 0:
+        if settings.step_tokens is None or not self._step or batch == 0:
             return share * settings.prefill_rate, share / step_seconds
-        # Steps that carry both: one token for each decoding request, the rest of the budget for the prefill.
-        prefill_tokens = max(1, settings.step_tokens - batch)
-        step_seconds += prefill_tokens / settings.prefill_rate
-        return share * prefill_tokens / step_seconds, share / step_seconds
-
-    def _effort(self, tokens: int) -> float:
-        """Prefill of that many tokens from the first on, in tokens that have none before them."""
-        attention = self.settings.attention_tokens
-        return float(tokens) if attention is None else tokens + tokens * tokens / (2.0 * attention)
-
-    def _computed(self, effort: float) -> int:
-        """Tokens that so much effort has prefilled."""
-        attention = self.settings.attention_tokens
-        tokens = effort if attention is None else attention * (math.sqrt(1.0 + 2.0 * effort / attention) - 1.0)
-        return math.floor(tokens + 1e-6)
+        step_seconds += self._step.effort / settings.prefill_rate  # it makes one token of each answer
+        return share * self._step.effort / step_seconds, share / step_seconds
 
     def _next(self) -> tuple[float | None, Callable[[], None]]:
         """Time of the next event, and what it does."""
         at: float | None = None
-        fire = self._finish_prefill
-        if self._prefilling is not None:
-            at = self._now + self._prefill_left / self._prefill_speed
+        fire = self._finish_step
+        if self._step:
+            at = self._now + self._step.left / self._prefill_speed
         for heap in (self._starting, self._decoding, self._growing):
             while heap and heap[0][2].ended_at is not None:
                 heapq.heappop(heap)
@@ -338,34 +327,52 @@ class EngineModel:
         self._elapse(now)
 
     def _elapse(self, to: float) -> None:
-        if self._prefilling is not None:
-            self._prefill_left -= (to - self._now) * self._prefill_speed
+        if self._step:
+            self._step.left -= (to - self._now) * self._prefill_speed
         if self._batch:
             self._decoded += (to - self._now) * self._decode_speed
         self._now = to
 
     def _start_next(self) -> None:
+        """Begin a step if none is under way."""
+        if not self._step:
+            tokens = self.settings.step_tokens
+            if tokens is None:
+                if (alone := self._next_in_queue()) is not None:
+                    self._step.take(alone, None)
+            else:
+                budget = max(1, tokens - self._batch)
+                for prefill in self._prefills:
+                    if budget:
+                        budget -= self._step.take(prefill, budget)
+                while budget and (new := self._next_in_queue()) is not None:
+                    budget -= self._step.take(new, budget)
+        self._prefill_speed, self._decode_speed = self._speeds()
+
+    def _next_in_queue(self) -> Prefill[EngineRequest] | None:
+        """Whoever is first leaves the queue, if there is a slot and room for it."""
         while self._waiting and self._waiting[0].phase is Phase.ABORTED:
             self._waiting.popleft()
             self._withdrawn -= 1
-        if self._waiting and self._prefilling is None and len(self._running) < self.settings.max_num_seqs:
-            request, size = self._waiting[0], self.settings.block_size
-            prefill_tokens = request.prompt_tokens + request.resumed_tokens
-            held = self._blocks_of(request)
-            # The last token of the answer is never fed back, and a first token needs no room beyond the prompt's.
-            end = prefill_tokens if self.settings.preempts else request.prompt_tokens + request.output_tokens - 1
-            private = -(-end // size) - len(held)
-            request.known_blocks = self.cache.match(held)
-            if self.cache.acquire(held, private):
-                self._waiting.popleft()
-                request.held_blocks, request.private_blocks = held, private
-                # At least the last token is computed, so a prompt of whole blocks never uses its last block.
-                cached_tokens = min(request.known_blocks, (prefill_tokens - 1) // size) * size
-                self._prefilling = request
-                self._prefill_left = self._effort(prefill_tokens) - self._effort(cached_tokens)
-                self._prefill_since = self._now
-                self._start(request, cached_tokens)
-        self._prefill_speed, self._decode_speed = self._speeds()
+        if not self._waiting or len(self._running) >= self.settings.max_num_seqs:
+            return None
+        request, size = self._waiting[0], self.settings.block_size
+        prefill_tokens = request.prompt_tokens + request.resumed_tokens
+        held = self._blocks_of(request)
+        # The last token of the answer is never fed back, and a first token needs no room beyond the prompt's.
+        end = prefill_tokens if self.settings.preempts else request.prompt_tokens + request.output_tokens - 1
+        private = -(-end // size) - len(held)
+        request.known_blocks = self.cache.match(held)
+        if not self.cache.acquire(held, private):
+            return None
+        self._waiting.popleft()
+        request.held_blocks, request.private_blocks = held, private
+        # At least the last token is computed, so a prompt of whole blocks never uses its last block.
+        cached_tokens = min(request.known_blocks, (prefill_tokens - 1) // size) * size
+        self._start(request, cached_tokens)
+        prefill = Prefill(request, prefill_tokens, cached_tokens, self._now)
+        self._prefills.append(prefill)
+        return prefill
 
     def _blocks_of(self, request: EngineRequest) -> Sequence[int]:
         """Blocks with an id that its prefill fills."""
@@ -384,12 +391,13 @@ class EngineModel:
         self._hits += cached_tokens
         self._steps.append(Step(self._now, Milestone.STARTED, request))
 
-    def _finish_prefill(self) -> None:
-        request = self._prefilling
-        assert request is not None
-        self._prefilling, request.phase = None, Phase.DECODE
-        first = max(self._now, self._prefill_since + self.settings.first_token_floor_seconds)
-        heapq.heappush(self._starting, (first, next(self._order), request))
+    def _finish_step(self) -> None:
+        for prefill in self._step.finish():
+            if prefill.done == prefill.tokens:
+                self._prefills.remove(prefill)
+                prefill.request.phase = Phase.DECODE
+                first = max(self._now, prefill.since + self.settings.first_token_floor_seconds)
+                heapq.heappush(self._starting, (first, next(self._order), prefill.request))
         self._start_next()
 
     def _make_first_token(self) -> None:
@@ -425,6 +433,8 @@ class EngineModel:
                 return
         request.private_blocks += 1
         self._plan_growth(request)
+        if self._prefills and not self._step:  # those that it carried had to go
+            self._start_next()
 
     def _preempt(self, request: EngineRequest) -> None:
         """Back to the head of the queue, without blocks."""
@@ -453,10 +463,10 @@ class EngineModel:
         size = self.settings.block_size
         made = request.output_tokens if finished else self.generated(request, self._now)
         valid, generated = len(request.held_blocks), request.output_blocks[:0]
-        if request is self._prefilling:
-            computed = self._computed(self._effort(request.prompt_tokens + request.resumed_tokens) - self._prefill_left)
-            valid = max(request.known_blocks, computed // size)
-            self._prefilling = None
+        if request.phase is Phase.PREFILL:
+            prefill = next(prefill for prefill in self._prefills if prefill.request is request)
+            self._prefills.remove(prefill)
+            valid = max(request.known_blocks, self._step.withdraw(prefill) // size)
         elif request.decode_origin is not None:
             self._batch -= 1
             if self.settings.cache_generated:

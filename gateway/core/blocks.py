@@ -16,7 +16,7 @@ from gateway.core.model import BlockHash, Space
 
 
 def block_hashes(key: bytes, seed: int, block_bytes: int, limit: int) -> list[BlockHash]:
-    """Hashes of the first `limit` full blocks of `key`; 37 µs for 256 KB in blocks of 1 KiB (71 in half the size)."""
+    """Hashes of the first `limit` full blocks of `key`; 71 µs for 256 KB in blocks of 512 bytes."""
     view, digest = memoryview(key), xxh3_64_intdigest
     end = min(len(key) // block_bytes, limit) * block_bytes
     return [BlockHash(seed := digest(view[i : i + block_bytes], seed)) for i in range(0, end, block_bytes)]

@@ -136,7 +136,27 @@ class CacheCleared:
     replica: ReplicaId
 
 
-Fact = ReplicaAdded | ReplicaRemoved | DrainRequested | ModelsListed | LoadReported | ProbeAnswered | CacheCleared
+@dataclass(frozen=True, slots=True)
+class PromptCounted:
+    """A replica has counted the tokens of a prompt whose key has `length` bytes."""
+
+    replica: ReplicaId
+    model: str | None
+    space: Space
+    length: int
+    prompt_tokens: int
+
+
+Fact = (
+    ReplicaAdded
+    | ReplicaRemoved
+    | DrainRequested
+    | ModelsListed
+    | LoadReported
+    | ProbeAnswered
+    | CacheCleared
+    | PromptCounted
+)
 
 
 # ---- decisions -----------------------------------------------------------------------------------------------------

@@ -51,7 +51,7 @@ class LearnedRatio:
     """Share of an error that is believed once there is experience: about ten observations of memory."""
 
     def __init__(self, seed: float, low: float, high: float, seed_weight: float = 1.0) -> None:
-        """The seed counts as `seed_weight` observations."""
+        """The seed counts as `seed_weight` observations; with 0 it ends with the first, however far off that is."""
         self._low, self._high = low, high
         self._seed_weight = seed_weight
         self.value = min(max(seed, low), high)
@@ -65,7 +65,8 @@ class LearnedRatio:
         step = 1.0 / (self.count + 1 + self._seed_weight)
         if step < self.SLOWEST_STEP:
             step = self.SLOWEST_STEP
-        value = self.value * exp(step * bounded(log(observed / self.value)))
+        error = log(observed / self.value)
+        value = self.value * exp(step * (bounded(error) if step < 1.0 else error))
         self.value = min(max(value, self._low), self._high)
         self.count += 1
 

@@ -44,6 +44,7 @@ from gateway.core.model import (
     Outcome,
     OwnerGone,
     ProbeAnswered,
+    PromptCounted,
     Reason,
     ReplicaAdded,
     ReplicaId,
@@ -118,6 +119,11 @@ class Router:
                 replica.draining = draining
             case CacheCleared():
                 replica.clear()
+            case PromptCounted(model=model, space=space, length=length, prompt_tokens=prompt_tokens):
+                ratio = self._bytes_per_token.learn(model, space, length, prompt_tokens)
+                for each in self._replicas.values():  # whoever counted: all that serve the model get such prompts
+                    if model is None or each.models is None or each.serves(model):
+                        each.mix_bytes_per_token(ratio)
             case ReplicaRemoved():
                 del self._replicas[replica.id]
                 self._index.remove(replica.id)

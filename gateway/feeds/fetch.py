@@ -1,4 +1,5 @@
-"""One bounded GET to a replica: total time and size limited; no redirects, proxies, decompression or kept connection.
+"""One bounded question to a replica: total time and size limited; no redirects, proxies, decompression or kept
+connection.
 
 A kept connection would go on answering for a server that its name no longer points to, so every question opens its own.
 """
@@ -25,11 +26,16 @@ def new_client() -> httpx.AsyncClient:
     )
 
 
-async def fetch(client: httpx.AsyncClient, url: str, *, timeout_seconds: float, max_bytes: int) -> bytes:
-    """Body of a 200 answer. Raises `FetchFailed` for everything else: too late, too big, another status, no server."""
+async def fetch(
+    client: httpx.AsyncClient, url: str, *, timeout_seconds: float, max_bytes: int, posting: bytes | None = None
+) -> bytes:
+    """Body of a 200 answer to a GET, or to a POST of JSON. Raises `FetchFailed` for everything else: too late, too big,
+    another status, no server."""
     body = bytearray()
+    method, headers = ("GET", None) if posting is None else ("POST", {"Content-Type": "application/json"})
+    question = client.stream(method, url, content=posting, headers=headers)
     try:
-        async with asyncio.timeout(timeout_seconds), client.stream("GET", url) as response:
+        async with asyncio.timeout(timeout_seconds), question as response:
             if response.status_code != 200:
                 raise FetchFailed(f"HTTP {response.status_code}")
             if response.headers.get("content-encoding", "identity") != "identity":

@@ -45,6 +45,8 @@ from gateway.telemetry import RequestRecord, Telemetry
 NOT_FORWARDED = HOP_BY_HOP | {b"host", b"content-length", b"expect", b"x-request-id"}
 NOTED = NOT_FORWARDED | {b"x-session-id", b"content-encoding"}
 """Request headers that are looked at; all others pass unseen."""
+COUNTED = frozenset((Shape.CHAT, Shape.COMPLETION))
+"""Bodies that vLLM's `/tokenize` takes as they are."""
 REQUEST_ID = re.compile(rb"[A-Za-z0-9_.:/+=@-]{1,128}")
 SWEEP_SECONDS = 0.25
 """Period of the deadline sweep over upstream connections: deadlines are exact to this."""
@@ -104,6 +106,8 @@ class FrontDoor:
         self._upstream_config = upstream
         self._upstreams: dict[ReplicaId, Upstream] = {}
         self._block_bytes = block_bytes
+        self.on_prompt: Callable[[ReplicaId, RouteRequest, bytes], None] | None = None
+        """Hears of each prompt whose body is plain text as soon as it is known where it goes."""
         self._id_prefix = secrets.token_hex(6)
         self._id_count = itertools.count(1)
 
@@ -167,6 +171,8 @@ class FrontDoor:
                 flight = bound or self._start(request, excluded)
             except RoutingError as error:
                 raise last_error or error from None
+            if self.on_prompt is not None and call.endpoint.shape in COUNTED:
+                self.on_prompt(flight.replica, request, call.body)
             last_error = await self._attempt(call, flight, lines, client, record)
             if last_error is None:
                 return

@@ -35,6 +35,8 @@ BUSY_TOKENS = 4_000
 """The longest prompts of the workload."""
 BUSY_PROMPTS = 12
 """For each replica, two at a time: some ten seconds."""
+BUSY_ANSWER_TOKENS = 24
+"""As in the workload: what the servers do for each token beside the engines takes cores from them as well."""
 STREAMS = (1, 2, 4, 8)
 """The preset runs up to 8 requests at once."""
 DECODE_TOKENS = 64
@@ -56,6 +58,7 @@ class Sustained(msgspec.Struct, frozen=True):
     """All replicas at work all the time, with cold prompts only."""
 
     prompt_tokens: int
+    answer_tokens: int
     prompts: int
     """On each replica."""
     seconds: float
@@ -126,7 +129,7 @@ async def measure_sustained(client: httpx.AsyncClient, urls: Sequence[str], rand
         async def one_by_one() -> list[int]:
             tokens = []
             while prompts:
-                tokens.append((await send(client, url, prompts.pop(), 2)).prompt_tokens)
+                tokens.append((await send(client, url, prompts.pop(), BUSY_ANSWER_TOKENS)).prompt_tokens)
             return tokens
 
         began = time.perf_counter()
@@ -135,7 +138,8 @@ async def measure_sustained(client: httpx.AsyncClient, urls: Sequence[str], rand
 
     prompts = [[words(random, BUSY_TOKENS) for _ in range(BUSY_PROMPTS)] for _ in urls]
     ends = await asyncio.gather(*map(keep_busy, urls, prompts))
-    return Sustained(max(tokens for tokens, _ in ends), BUSY_PROMPTS, round(fmean(seconds for _, seconds in ends), 3))
+    tokens, seconds = max(tokens for tokens, _ in ends), fmean(seconds for _, seconds in ends)
+    return Sustained(tokens, BUSY_ANSWER_TOKENS, BUSY_PROMPTS, round(seconds, 3))
 
 
 async def measure_decode(client: httpx.AsyncClient, urls: Sequence[str], streams: int, random: Random) -> Decode:

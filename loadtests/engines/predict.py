@@ -51,8 +51,10 @@ def fleet_of(facts: Facts) -> Fleet:
     """The measured replicas, as fast as one is alone until so many are busy that they share the machine."""
     first, growth = prefill_curve(facts.prefill_alone)
     busy = facts.sustained
-    alone_seconds = busy.prompts * (first * busy.prompt_tokens + growth * busy.prompt_tokens**2)
     one, most = facts.decode_alone[0], facts.decode_alone[-1]
+    alone_seconds = busy.prompts * (
+        first * busy.prompt_tokens + growth * busy.prompt_tokens**2 + busy.answer_tokens / one.tokens_per_second
+    )
     return Fleet(
         replicas=facts.replicas,
         cache_tokens=facts.cache_tokens,

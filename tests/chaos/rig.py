@@ -376,6 +376,7 @@ def as_toml(config: Config, replicas: Iterable[str]) -> str:
     """The configuration file: any free port unless the test says otherwise."""
     tables = {name: dict(table) for name, table in config.items()}
     tables["server"] = {"port": 0, **tables.get("server", {})}
+    tables["feeds"] = {"tokenize": False, **tables.get("feeds", {})}  # replicas get what clients sent, nothing else
     lines: list[str] = []
     for name, table in tables.items():
         lines.append(f"[{name}]")

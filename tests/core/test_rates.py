@@ -80,7 +80,7 @@ class TestBytesPerToken:
         assert ratios.of("sparse", Space.TEXT) == pytest.approx(5.0, rel=0.02)
         assert ratios.of("unseen", Space.TEXT) == 4.0
 
-    @pytest.mark.parametrize("ratio", [2.1, 6.8])
+    @pytest.mark.parametrize("ratio", [1.7, 2.1, 6.8, 9.0])
     def test_the_first_answer_counts_for_more_than_the_guess(self, ratio: float) -> None:
         ratios = BytesPerToken()
         ratios.learn("m", Space.TEXT, int(10_000 * ratio), 10_000)

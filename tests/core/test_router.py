@@ -21,6 +21,7 @@ from gateway.core.model import (
     Outcome,
     OwnerGone,
     ProbeAnswered,
+    PromptCounted,
     Reason,
     ReplicaAdded,
     ReplicaId,
@@ -382,6 +383,17 @@ class TestBelief:
             fleet.complete(fleet.send(ask(text(random, 40))), Usage(prompt_tokens=int(40 * 512 / 1.7)))
         capacity = fleet.router.statistics(fleet.now).index_capacity_blocks
         assert capacity == pytest.approx(98_303 * 1.7 / 512, rel=0.15)
+
+    def test_one_counted_prompt_tells_all_replicas_what_fits(self) -> None:
+        random, fleet = Random(1), Fleet(3)
+        for replica in fleet.replicas:
+            fleet.reports(replica, cache_tokens=98_303)
+        request = ask(text(random, 40), model="m")
+        counted = PromptCounted(fleet.replicas[1], "m", request.space, request.length, int(request.length / 1.7))
+        fleet.router.observe(counted, fleet.now)
+        assert fleet.view(fleet.replicas[0], request).prompt_tokens == pytest.approx(request.length / 1.7, rel=0.02)
+        capacity = fleet.router.statistics(fleet.now).index_capacity_blocks
+        assert capacity == pytest.approx(3 * 98_303 * 1.7 / 512, rel=0.02)
 
 
 class TestLearning:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -27,6 +28,8 @@ class ScriptedReplica:
     def __init__(self) -> None:
         self.answers: dict[str, Answer] = {}
         self.asked: list[str] = []
+        self.bodies: list[bytes] = []
+        """Of those that came with one."""
         self._server: asyncio.Server | None = None
         self._connections: set[asyncio.Task[None]] = set()
         self.port = 0
@@ -55,6 +58,8 @@ class ScriptedReplica:
             while True:
                 head = await reader.readuntil(b"\r\n\r\n")
                 path = head.split(b" ", 2)[1].decode()
+                if length := re.search(rb"\r\ncontent-length: (\d+)", head, re.IGNORECASE):
+                    self.bodies.append(await reader.readexactly(int(length[1])))
                 self.asked.append(path)
                 answer = self.answers.get(path, ok(b"{}", "404 Not Found"))
                 if isinstance(answer, bytes):

@@ -398,7 +398,7 @@ FACTS = Facts(
         Prefill(4_000, 1.22, 0.02, 3_333),
         Prefill(6_000, 2.43, 0.03, 2_500),
     ],
-    sustained=Sustained(4_000, 10, 18.0),
+    sustained=Sustained(4_000, 30, 10, 19.5),
     decode_alone=[Decode(1, 300.0), Decode(8, 150.0)],
     decode_all_busy=[Decode(1, 200.0), Decode(8, 100.0)],
 )
@@ -407,7 +407,8 @@ FACTS = Facts(
 def test_the_simulated_fleet_is_the_measured_one() -> None:
     fleet = fleet_of(FACTS)
     assert (fleet.replicas, fleet.cache_tokens, fleet.decode_rate) == (3, 16_384, 300)
-    # 0.1 ms for the first token, twice as much from token 1,000 on: 1.2 s for 4,000 alone, 1.8 s while all are busy.
+    # 0.1 ms for the first token, twice as much from token 1,000 on: 1.2 s for 4,000 alone, and 0.1 s for an answer of
+    # 30; while all are busy half as long again.
     assert (fleet.prefill_rate, fleet.attention_tokens) == pytest.approx((10_000, 1_000))
     assert fleet.full_speed_replicas == pytest.approx(2.0)
     assert [fleet.share_of_each(busy) for busy in (0, 1, 2, 3)] == pytest.approx([1, 1, 1, 2 / 3])

@@ -371,3 +371,24 @@ def test_a_lost_request_is_not_sent_again_where_it_was_lost() -> None:
     assert lost
     assert all(f"replica-{trip.place}:" not in str(trip.tried) for trip in lost)
     assert all(trip.ended_at is not None for trip in trips)
+
+
+def test_the_length_of_text_is_learned_from_the_first_prompt_that_was_counted() -> None:
+    """Two prompts of 10,240 tokens, 1.7 bytes each. The first is taken for 4,352; it is counted before the second."""
+    prompts = [Request(at, 10_240, 1, tuple(range(20 * number, 20 * number + 20))) for number, at in enumerate((0, 1))]
+    fleet = Fleet(replicas=1, text_bytes_per_token=1.7)
+    simulator = Simulator(prompts, fleet, RoutingSettings(block_bytes=512), 0)
+    first, second = simulator.run()
+    assert (first.flight is not None, second.flight is not None) == (True, True)
+    assert first.flight.decision.view.prompt_tokens == pytest.approx(4_352)
+    assert second.flight.decision.view.prompt_tokens == pytest.approx(10_240, rel=0.01)
+
+
+@pytest.mark.parametrize(("block_bytes", "predicted_tokens"), [(512, 1_536), (1_024, 1_536), (2_048, 1_024)])
+def test_text_is_matched_in_whole_prefix_blocks(block_bytes: int, predicted_tokens: int) -> None:
+    """Two prompts share 1,536 tokens of two bytes each, six blocks of the engine."""
+    prompts = [Request(0.0, 4096, 1, tuple(range(16))), Request(9.0, 4096, 1, (*range(6), *range(20, 30)))]
+    fleet = Fleet(replicas=1, block_tokens=256, text_bytes_per_token=2.0)
+    trips = Simulator(prompts, fleet, RoutingSettings(block_bytes=block_bytes), 0).run()
+    assert trips[1].cached_tokens == 1_536
+    assert trips[1].predicted_tokens == pytest.approx(predicted_tokens)

@@ -52,13 +52,22 @@ async def running_gateway(
     server: dict[str, Any] | None = None,
     upstream: dict[str, Any] | None = None,
     routing: dict[str, Any] | None = None,
+    feeds: dict[str, Any] | None = None,
 ) -> AsyncIterator[RunningGateway]:
     config = Config(
         server=Server(**{"port": 0, "http": mode, "log": "off", "drain_seconds": 1.0, **(server or {})}),
         replicas=[Replica(url=replica.url) for replica in replicas],
         routing=Routing(**(routing or {})),
         upstream=Upstream(**(upstream or {})),
-        feeds=Feeds(probe_interval_seconds=0.1, scrape_interval_seconds=0.1, probe_timeout_seconds=1.0),
+        feeds=Feeds(
+            **{
+                "probe_interval_seconds": 0.1,
+                "scrape_interval_seconds": 0.1,
+                "probe_timeout_seconds": 1.0,
+                "tokenize": False,  # replicas here get what clients sent and nothing else
+                **(feeds or {}),
+            }
+        ),
     )
     listening: asyncio.Future[str] = asyncio.get_running_loop().create_future()
     task = asyncio.create_task(app.serve(config, on_ready=listening.set_result))

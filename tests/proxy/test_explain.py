@@ -87,7 +87,7 @@ async def watched(output: Output, *replicas: ScriptedReplica, **routing: Any) ->
         server=Server(log="json"),
         replicas=[Replica(url=replica.url) for replica in replicas],
         routing=Routing(**routing),
-        feeds=Feeds(probe_interval_seconds=0.1, scrape_interval_seconds=0.1),
+        feeds=Feeds(probe_interval_seconds=0.1, scrape_interval_seconds=0.1, tokenize=False),
     )
     gateway = app.Gateway(config, asyncio.get_running_loop())
     transport = httpx.ASGITransport(app.build_api(gateway))
