@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 VLLM_VENV ?= .venv-vllm
-SOURCES := setup.py $(shell find gateway workers loadtests -name '*.py' -o -name '*.toml')
+SOURCES := setup.py $(shell find gateway workers loadtests -name '*.py' -o -name '*.toml' -o -path '*/planner/configs/*.json')
 
 .PHONY: install run test test-compiled test-vllm chaos check bench bench-vllm clean
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 import typer
 
 from gateway.core.settings import POLICY_NAMES
+from gateway.plan_command import plan
 from loadtests.options import Options, as_command
 
 if TYPE_CHECKING:
@@ -204,6 +205,7 @@ def replay(options: Options) -> int:
 
 
 cli.command("replay")(as_command(replay))
+cli.command()(plan)
 
 
 @cli.command()

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import re
+from math import prod
 
 import pytest
 
 from workers import presets
+from workers.launch import command_line
+from workers.planner.planning import plan
+from workers.planner.question import Question
 from workers.presets import PresetError
+from workers.presets.versions import Version
 
 SPECIFICATION = {
     "h100-80-x1": "--gpu-memory-utilization 0.95 --max-model-len 32768 --max-num-seqs 16 --max-num-batched-tokens 4096",
@@ -39,6 +44,13 @@ def test_spec_profile_is_the_specifications_row(row: str) -> None:
     assert preset.model == "openai/gpt-oss-120b"
     assert words(preset, "spec") == SPECIFICATION[row]
     assert preset.profile("spec").environment == {}
+    assert preset.profile("spec", Version(0, 24)).flags == preset.profile("spec").flags
+
+
+@pytest.mark.parametrize("row", SPECIFICATION)
+def test_the_dry_run_of_spec_is_the_specifications_command(row: str) -> None:
+    command = command_line(presets.load(f"gpt-oss-120b-{row}"), "spec", host="0.0.0.0", port=8000)
+    assert str(command) == f"vllm serve openai/gpt-oss-120b {SPECIFICATION[row]} --host 0.0.0.0 --port 8000"
 
 
 def test_names_of_the_contract() -> None:
@@ -49,21 +61,22 @@ def test_names_of_the_contract() -> None:
 def test_every_preset_loads_and_recommends_something_with_a_reason() -> None:
     for name, preset in presets.load_all().items():
         assert preset.profile().why.strip(), name
-        assert preset.profile() is preset.profiles["recommended"], name
+        assert preset.profile().flags == preset.profiles["recommended"].flags, name
 
 
 def test_names_say_model_gpu_and_count() -> None:
     for name, preset in presets.load_all().items():
         if preset.gpu is not None:
             model = preset.model.rsplit("/", 1)[-1]
-            assert name == f"{model}-{preset.gpu.name}-x{preset.gpu.count}"
+            assert name == f"{model.lower()}-{preset.gpu.name}-x{preset.gpu.count}"
 
 
 def test_parallel_size_uses_every_gpu_of_the_preset() -> None:
     for name, preset in presets.load_all().items():
         for profile in preset.profiles.values():
             if preset.gpu is not None:
-                assert profile.flags.get("tensor-parallel-size", 1) == preset.gpu.count, name
+                sizes = [profile.flags.get(f"{kind}-parallel-size", 1) for kind in ("tensor", "pipeline", "data")]
+                assert prod(int(size) for size in sizes) == preset.gpu.count, name
 
 
 def test_batched_tokens_are_never_fewer_than_sequences() -> None:
@@ -132,3 +145,41 @@ def test_a_model_directory_tells_where_it_comes_from() -> None:
     assert preset.model_source
     assert preset.model_name == "tiny"
     assert presets.load("gpt-oss-120b-h100-80-x1").model_name == "openai/gpt-oss-120b"
+
+
+def test_names_of_the_issue_are_there_and_may_be_written_in_capitals() -> None:
+    wanted = {f"gpt-oss-120b-{gpu}" for gpu in ("a100-80-x1", "rtxpro6000-96-x1", "b200-180-x1", "mi300x-192-x1")}
+    wanted |= {f"gpt-oss-20b-{gpu}-x1" for gpu in ("rtx4080-16", "rtx4090-24", "l40s-48", "a100-80")}
+    wanted |= {f"qwen3-8b-{gpu}-x1" for gpu in ("rtx4090-24", "l40s-48", "a100-80")}
+    assert wanted <= set(presets.names())
+    assert presets.load("Qwen3-8B-L40S-48-x1") == presets.load("qwen3-8b-l40s-48-x1")
+
+
+def computed_claims() -> list[tuple[str, str, float, float]]:
+    """Preset, profile, and what its `why` says of KV cache and of requests of full length."""
+    pattern = re.compile(r"Computed: about ([\d.]+) GiB of KV cache, ([\d.]+) requests of full length")
+    return [
+        (name, profile, *map(float, found.groups()))
+        for name, preset in presets.load_all().items()
+        for profile, one in preset.profiles.items()
+        if (found := pattern.search(one.why))
+    ]
+
+
+@pytest.mark.parametrize(("name", "profile", "gib", "requests"), computed_claims())
+def test_figures_in_the_reasons_are_those_of_the_planner(name: str, profile: str, gib: float, requests: float) -> None:
+    preset = presets.load(name)
+    assert preset.gpu is not None
+    found = plan(Question(preset.model, preset.gpu.name, preset.gpu.count, profile=profile)).chosen
+    assert found.memory.kv_cache * preset.gpu.count == pytest.approx(gib, rel=0.02, abs=0.05)
+    assert found.concurrency == pytest.approx(requests, rel=0.02, abs=0.05)
+
+
+def test_every_profile_of_a_gpu_but_spec_and_the_measured_one_has_its_figures() -> None:
+    profiles = {
+        (name, profile)
+        for name, preset in presets.load_all().items()
+        for profile in preset.profiles
+        if preset.gpu is not None and profile != "spec"
+    }
+    assert profiles - {claim[:2] for claim in computed_claims()} == {("gpt-oss-120b-h200-141-x1", "recommended")}

@@ -1,0 +1,107 @@
+"""The planner counts blocks as vLLM does: against its own code, and against what real replicas write at start."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+
+from tests.vllm.conftest import LOGS, ROOT, Fleet
+from workers import presets
+from workers.launch import command_line
+from workers.planner.hardware import GPUS
+from workers.planner.kv_cache import Capacity, block_bytes, capacity, groups_of, stages_of
+from workers.planner.layouts import in_flight_tokens
+from workers.planner.models import Layer, load
+from workers.planner.settings import flags_of, settings_of
+from workers.presets.versions import NEWEST
+
+pytestmark = pytest.mark.vllm
+
+REPORTED = re.compile(r"KV cache size: ([\d,]+) tokens, Maximum concurrency for ([\d,]+) tokens per request: ([\d.]+)x")
+ORACLE_SECONDS = 120.0
+"""The import of vLLM alone takes 10 s with a warm disk cache."""
+KINDS = (Layer("full"), Layer("sliding", 128), Layer("sliding", 1024), Layer("local", 8192))
+
+
+def vllm_python() -> str:
+    return str(ROOT / os.environ.get("VLLM_VENV", ".venv-vllm") / "bin" / "python")
+
+
+def random_case(random: Random) -> dict[str, Any]:
+    windows = random.sample(KINDS[1:], random.randint(0, 1))
+    layers = random.randint(1, 64)
+    period = random.randint(2, 7)
+    kinds = [windows[0] if windows and index % period else KINDS[0] for index in range(layers)]
+    return {
+        "layers": [[one.kind, one.span] for one in kinds],
+        "stages": random.choice([1, 1, 2, 3, 4]) if layers >= 4 else 1,
+        "kv_heads": random.choice([1, 2, 8]),
+        "head_dim": random.choice([64, 128]),
+        "block_size": random.choice([16, 32, 64]),
+        "max_model_len": random.randint(1_000, 131_072),
+        "in_flight": random.choice([512, 2_048, 8_192, 16_384]),
+        "gib": random.uniform(4.0, 100.0),
+    }
+
+
+def planned(case: dict[str, Any]) -> Capacity:
+    groups = groups_of([Layer(kind, span) for kind, span in case["layers"]])
+    token_bytes = 2 * case["kv_heads"] * case["head_dim"] * 2
+    blocks = min(
+        int(case["gib"] * 2**30) // block_bytes(groups, stage, token_bytes, case["block_size"])
+        for stage in stages_of(len(case["layers"]), case["stages"])
+    )
+    return capacity(groups, blocks, case["block_size"], case["max_model_len"], case["in_flight"])
+
+
+def test_the_formula_is_vllms_own_for_any_model() -> None:
+    """Two hundred made-up models, cut into stages, through vLLM's functions and through ours."""
+    random = Random(7)
+    cases = [random_case(random) for _ in range(200)]
+    oracle = subprocess.run(
+        [vllm_python(), str(Path(__file__).with_name("kv_oracle.py"))],
+        input=json.dumps(cases),
+        env={**os.environ, "VLLM_TARGET_DEVICE": "cpu", "VLLM_LOGGING_LEVEL": "ERROR"},
+        capture_output=True,
+        text=True,
+        timeout=ORACLE_SECONDS,
+        check=True,
+    )
+    answers = json.loads(oracle.stdout.splitlines()[-1])
+    assert len(answers) == len(cases)
+    for case, answer in zip(cases, answers, strict=True):
+        found = planned(case)
+        told = [found.blocks, found.reported_tokens, found.concurrency] if found.holds_one_request else None
+        assert told == answer, case
+    assert sum(answer is None for answer in answers) < len(cases) / 2
+
+
+def said(log: Path) -> tuple[int, int, float]:
+    """Tokens, context and concurrency that a replica wrote at start."""
+    match = REPORTED.search(log.read_text(encoding="utf-8"))
+    assert match, f"{log} does not say how large the KV cache is"
+    tokens, context, concurrency = match.groups()
+    return int(tokens.replace(",", "")), int(context.replace(",", "")), float(concurrency)
+
+
+def planned_for(model: str, words: list[str], blocks: int) -> tuple[int, int, float]:
+    shape = load(model)
+    settings = settings_of(flags_of(words), shape, GPUS["h100-80"], NEWEST)
+    found = capacity(
+        groups_of(shape.layers), blocks, settings.block_size, settings.max_model_len, in_flight_tokens(settings, NEWEST)
+    )
+    return found.reported_tokens, settings.max_model_len, round(found.concurrency, 2)
+
+
+def test_the_plan_of_a_real_replica_is_what_it_reports(vllm_fleet: Fleet) -> None:
+    preset = presets.load("cpu-tiny")
+    words = list(command_line(preset).argv[3:])
+    blocks = int(preset.profile().flags["num-gpu-blocks-override"])
+    assert said(LOGS / "replica-1.log") == planned_for(str(ROOT / preset.model), words, blocks)
