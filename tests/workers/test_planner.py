@@ -229,9 +229,8 @@ def test_text_says_plainly_whether_it_fits(warmlane) -> None:
 
 
 def test_flags_of_vllm_may_follow(warmlane) -> None:
-    _, out, _ = warmlane(
-        "--model", OSS, "--gpu", "h200-141", "--count", 1, "--mean-tokens", 20_000, "--json", "--", "--no-enable-prefix-caching"
-    )
+    asked = ["--model", OSS, "--gpu", "h200-141", "--count", 1, "--mean-tokens", 20_000, "--json"]
+    _, out, _ = warmlane(*asked, "--", "--no-enable-prefix-caching")
     assert [one["code"] for one in json.loads(out)["warnings"]] == ["E2"]
 
 
