@@ -39,7 +39,10 @@ COMPILED = [
             "scorers",
         )
     ),
-    *(f"gateway/proxy/{name}.py" for name in ("exchange", "front_door", "gate", "http_client", "relay", "upstream")),
+    *(
+        f"gateway/proxy/{name}.py"
+        for name in ("exchange", "front_door", "gate", "http_client", "relay", "replays", "upstream")
+    ),
 ]
 
 

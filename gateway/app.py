@@ -40,6 +40,7 @@ from gateway.feeds.probes import Probes
 from gateway.feeds.replicas import Replicas
 from gateway.feeds.scrape import Scrape
 from gateway.feeds.token_counts import TokenCounts
+from gateway.notices import Notices
 from gateway.proxy import asgi_client, http_client
 from gateway.proxy.control_connection import ControlConnection
 from gateway.proxy.endpoints import ENDPOINTS
@@ -55,6 +56,9 @@ BACKLOG = 4096
 """Connections the kernel keeps while the loop is busy: a burst of agents reconnecting must not be refused."""
 
 
+BACKSTOP_SECONDS = 2
+
+
 class StartError(Exception):
     """The gateway cannot start; one line for the person who started it."""
 
@@ -65,7 +69,6 @@ class Gateway:
     def __init__(self, config: Config, loop: asyncio.AbstractEventLoop) -> None:
         self.config = config
         self.clock = time.monotonic
-        self.draining = False
         settings = config.routing.settings()
         self.router = Router(settings, seed=secrets.randbits(32))
         self.telemetry = Telemetry(
@@ -87,6 +90,10 @@ class Gateway:
             block_bytes=settings.block_bytes,
         )
 
+    @property
+    def draining(self) -> bool:
+        return self.door.draining
+
     def observe(self, fact: Fact) -> None:
         self.router.observe(fact, self.clock())
         if isinstance(fact, ReplicaRemoved):
@@ -102,7 +109,8 @@ class Gateway:
     async def run_beside(self, *more: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
         """Feeds, deadline sweeps and log flush, from start-up until shut-down."""
         async with new_client() as client:
-            jobs = [*self._feeds(client), self.door.sweep(), self.flush(), *more]
+            notices = Notices(lambda: self.router.statistics(self.clock()).replicas)
+            jobs = [*self._feeds(client), self.door.sweep(), self.flush(), notices.run(), *more]
             tasks = [asyncio.create_task(job) for job in jobs]
             for task in tasks:
                 task.add_done_callback(report_failure)
@@ -303,22 +311,42 @@ def response_of(refusal: ErrorAnswer, *, close: bool = False) -> Response:
 
 
 class Server(uvicorn.Server):
-    """uvicorn, which tells when it listens, and drains on the first signal and stops on the second with exit code 0."""
+    """uvicorn, which tells when it listens. The first signal makes it unready at once, closes the listener after the
+    announced delay, and gives running requests their grace; the second ends it. The exit code is 0."""
 
     def __init__(self, config: uvicorn.Config, gateway: Gateway, on_ready: Callable[[], None]) -> None:
         super().__init__(config)
         self._gateway = gateway
         self._on_ready = on_ready
+        self._close_at = math.inf
+        """End of the announced delay."""
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         if self.started:
             self._on_ready()
 
+    async def on_tick(self, counter: int) -> bool:
+        if self._gateway.clock() >= self._close_at:
+            self.should_exit = True
+        return await super().on_tick(counter)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        seconds = self._gateway.config.server.drain_seconds
+        grace = asyncio.get_running_loop().call_later(seconds, self._end_grace)
+        try:
+            await super().shutdown(sockets)
+        finally:
+            grace.cancel()
+
+    def _end_grace(self) -> None:
+        self.force_exit = True
+
     def handle_exit(self, sig: int, frame: Any) -> None:
-        self.force_exit = self.should_exit
-        self.should_exit = True
-        self._gateway.draining = True
+        if self._gateway.draining:
+            self.should_exit = self.force_exit = True
+        self._gateway.door.draining = True
+        self._close_at = min(self._close_at, self._gateway.clock() + self._gateway.config.server.drain_delay_seconds)
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -364,7 +392,8 @@ async def serve(config: Config, *, on_ready: Callable[[str], None] | None = None
             log_level="error",  # below that it prints a line for each client that does not speak HTTP
             backlog=BACKLOG,
             timeout_keep_alive=math.ceil(config.server.keep_alive_seconds),
-            timeout_graceful_shutdown=math.ceil(config.server.drain_seconds),
+            # The grace is kept by `Server`, which can tell what it cuts; this is for the case that uvicorn hangs.
+            timeout_graceful_shutdown=math.ceil(config.server.drain_seconds) + BACKSTOP_SECONDS,
             server_header=False,
             date_header=False,
         ),
@@ -374,6 +403,7 @@ async def serve(config: Config, *, on_ready: Callable[[str], None] | None = None
     tune_memory()
     async with gateway.run_beside(http_client.sweep(server.server_state, loop)):
         await server.serve(sockets=[sock])
+        gateway.door.stopping = True
         for connection in list(server.server_state.connections):  # what its grace did not suffice for
             if isinstance(connection, http_client.ClientConnection):
                 connection.cut()

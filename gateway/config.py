@@ -43,8 +43,11 @@ class Server(Struct, frozen=True, forbid_unknown_fields=True):
     """Idle client connections live this long: more than the 60 s of common load balancers, which then close first."""
     stall_timeout_seconds: Seconds = 300.0
     """A client that takes not one byte of its waiting answer for so long is cut off. Slow readers are not."""
+    drain_delay_seconds: Annotated[float, Meta(ge=0, le=3_600)] = 1.0
+    """After SIGTERM `/ready` answers 503 at once, but new requests are served so long: until load balancers that look
+    at it each second have seen it. Those that look less often, or Kubernetes' endpoints, need 5 to 10 s."""
     drain_seconds: Seconds = 30.0
-    """After SIGTERM running requests get this long to finish."""
+    """After that running requests get this long to finish."""
     http: Literal["fast", "asgi"] = "fast"
     """`fast` serves inference requests straight from the connection; with `asgi` they take the plain ASGI way."""
     log: Literal["json", "off"] = "json"
@@ -66,7 +69,8 @@ class Discovery(Struct, frozen=True, forbid_unknown_fields=True):
 
     dns: str | None = None
     """URL whose host name is resolved, e.g. `http://vllm.default.svc:8000`."""
-    interval_seconds: Seconds = 5.0
+    interval_seconds: Seconds = 2.0
+    """A look-up of a name costs next to nothing, and a replica that moved should be found within 5 s."""
 
 
 class Routing(Struct, frozen=True, forbid_unknown_fields=True):
@@ -101,13 +105,21 @@ class Upstream(Struct, frozen=True, forbid_unknown_fields=True):
     """Between two pieces of an answer. A stream that stalls longer is ended with an error."""
     pool_idle_seconds: Seconds = 4.0
     """An idle connection is not reused after this: uvicorn, hence vLLM, closes its side after 5 s."""
+    deadline_seconds: Seconds | None = None
+    """For a request as a whole, waiting included; then it ends with an error, and the replica's work with it. Clients
+    may ask for less (`x-request-timeout`). Not set: an agent's answer may take an hour, and silence has its own
+    limits."""
+    replay: bool = True
+    """A stateless request whose connection was lost before any byte of an answer is sent to another replica, once and
+    within a budget. `false`: never twice, whatever it costs the client."""
 
 
 class Feeds(Struct, frozen=True, forbid_unknown_fields=True):
     """`[feeds]`: how often replicas are asked about themselves."""
 
     probe_interval_seconds: Seconds = 1.0
-    probe_timeout_seconds: Seconds = 2.0
+    probe_timeout_seconds: Seconds = 1.5
+    """Three that fail in a row eject: a frozen server is found within 6 s. A busy vLLM answers far sooner."""
     scrape_interval_seconds: Seconds = 0.5
     scrape_timeout_seconds: Seconds = 2.0
     scrape_max_bytes: Annotated[int, Meta(ge=65_536)] = 4 * 1024 * 1024

@@ -113,6 +113,10 @@ COMPLETION_TOKENS = Family(
     "counter", "warmlane_completion_tokens_total", "Completion tokens that replicas reported.", ("model",)
 )
 ATTEMPTS = Family("counter", "warmlane_upstream_attempts_total", "Flights to replicas.", ("replica", "result"))
+REPLAYS = Family("counter", "warmlane_replays_total", "Requests sent to a replica once more.", ("cause",))
+REPLAYS_REFUSED = Family(
+    "counter", "warmlane_replays_refused_total", "Lost requests not sent again: too many were at that moment."
+)
 SHED = Family("counter", "warmlane_shed_total", "Requests that the gateway itself refused with 429.")
 REQUEST_BYTES = Family("counter", "warmlane_request_bytes_total", "Bytes of request bodies.")
 RESPONSE_BYTES = Family("counter", "warmlane_response_bytes_total", "Bytes of answers relayed.")
@@ -166,6 +170,8 @@ FAMILIES: tuple[Family, ...] = (
     PROMPT_TOKENS,
     COMPLETION_TOKENS,
     ATTEMPTS,
+    REPLAYS,
+    REPLAYS_REFUSED,
     SHED,
     REQUEST_BYTES,
     RESPONSE_BYTES,
@@ -281,6 +287,8 @@ class Telemetry(Collector):
         self._prediction_error = Histogram(ERROR_BOUNDS)
         self._shadows: list[ShadowSeries] = []
         self._attempts: dict[tuple[ReplicaId, str], int] = defaultdict(int)
+        self._replays: dict[tuple[str], int] = defaultdict(int)
+        self._replays_refused = 0
         self._overhead = Histogram(OVERHEAD_BOUNDS)
         self._wait = Histogram(WAIT_BOUNDS)
         self._shed = self._request_bytes = self._response_bytes = 0
@@ -343,6 +351,13 @@ class Telemetry(Collector):
     def attempt_ended(self, replica: ReplicaId, outcome: Outcome) -> None:
         """One flight to one replica ended; a request has one or more."""
         self._attempts[replica, outcome.value] += 1
+
+    def replayed(self, cause: str) -> None:
+        """A request is sent once more. `cause`: one of a closed set."""
+        self._replays[cause,] += 1
+
+    def replay_refused(self) -> None:
+        self._replays_refused += 1
 
     def shadow(self, policy: str) -> ShadowSeries:
         """Where a shadow policy of this name is counted, from now on also on the page."""
@@ -416,6 +431,8 @@ class Telemetry(Collector):
         yield _counter(DECISIONS, self._decisions)
         yield _counter(CACHED_TOKENS, self._cached)
         yield _counter(ATTEMPTS, self._attempts)
+        yield _counter(REPLAYS, self._replays)
+        yield _counter(REPLAYS_REFUSED, {(): self._replays_refused})
         yield _counter(SHED, {(): self._shed})
         yield _counter(REQUEST_BYTES, {(): self._request_bytes})
         yield _counter(RESPONSE_BYTES, {(): self._response_bytes})

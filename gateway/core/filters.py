@@ -57,7 +57,8 @@ def available(replicas: Sequence[C], now: float) -> list[C]:
     """The best tier by health that is not empty, wider when too few are left.
 
     Up (or due for a trial); if fewer than half are, those ejected only because probes failed as well, for they may well
-    serve; else those never heard of; else anything.
+    serve; else those never heard of; else anything that may answer: where nobody can be connected to, nobody is left,
+    and the client is told at once.
     """
     up = [r for r in replicas if r.health.state is HealthState.UP or r.health.may_be_tried(now)]
     if len(up) == len(replicas):
@@ -65,4 +66,5 @@ def available(replicas: Sequence[C], now: float) -> list[C]:
     ejected = [r for r in replicas if r.health.state is HealthState.EJECTED and r not in up]
     if len(up) < PANIC_SHARE * len(replicas):
         up += [r for r in ejected if not r.health.flights_failed]
-    return up or [r for r in replicas if r.health.state is HealthState.UNKNOWN] or ejected
+    unknown = [r for r in replicas if r.health.state is HealthState.UNKNOWN]
+    return up or unknown or [r for r in ejected if not r.health.is_hopeless(now)]

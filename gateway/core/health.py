@@ -2,11 +2,13 @@
 
 Evidence is counted first (three failures in a row, of probes or of flights), then becomes a signal; the table says what
 a signal does. What is neutral never gets here: a client that left, a request that the replica rejected, back-pressure.
+One sign is enough where an engine says itself that it shuts down.
 
-An ejected replica waits out a back-off: 1 s, doubling with each further ejection up to 30 s, spread by up to 10 % so
-that several gateways or replicas do not come back in step. After that a good probe brings it back, or, where nobody
-probes, one trial request. The doubling is forgotten only after a calm minute, so a replica that fails half its
-requests, or flaps, gets ever less.
+An ejected replica waits out a back-off: 1 s, then 8 s, then a minute, spread by up to 10 % so that several gateways or
+replicas do not come back in step. After that a good probe brings it back, or, where good probes are missing or prove
+nothing, one trial request. Failed probes do not lengthen the wait, for they cost nobody anything: a server that was
+away for an hour is back with its first good probe. Failed flights do. The growth is forgotten after a calm minute, so
+a replica that fails half its requests, or flaps, soon gets next to none.
 """
 
 from __future__ import annotations
@@ -20,10 +22,13 @@ from gateway.core.model import HealthState, ReplicaId
 FAILURES_TO_EJECT = 3
 """In a row. One slow probe or one reset connection is noise; three a second apart are found within 3 s."""
 FIRST_BACK_OFF_SECONDS = 1.0
-LONGEST_BACK_OFF_SECONDS = 30.0
+BACK_OFF_GROWTH = 8.0
+"""Steep, so that one that flaps once a second changes its state no more than six times in a minute. Each return of a
+bad replica costs the clients some requests."""
+LONGEST_BACK_OFF_SECONDS = 60.0
 JITTER = 0.1
 CALM_SECONDS = 60.0
-"""Back-offs start again at 1 s after so long without an ejection: twice the longest back-off."""
+"""Back-offs start again at 1 s after so long without an ejection."""
 
 
 class Signal(Enum):
@@ -32,7 +37,7 @@ class Signal(Enum):
     ALIVE = "alive"
     """A good probe or a completed flight, counted only after the back-off of an ejected replica."""
     FAILING = "failing"
-    """Three failures in a row."""
+    """Three failures in a row, or word of the engine that it shuts down."""
     SLEPT = "slept"
     WOKE = "woke"
 
@@ -63,11 +68,13 @@ class Health:
         "_heard_probe",
         "_replica",
         "_trial",
+        "draining",
         "ejected_at",
         "flights_failed",
         "last_failure",
         "retry_at",
         "state",
+        "unreachable",
     )
 
     def __init__(self, replica: ReplicaId) -> None:
@@ -79,6 +86,10 @@ class Health:
         """End of the back-off."""
         self.flights_failed = False
         """The ejection was (also) for failed flights: it does not just answer probes badly."""
+        self.unreachable = False
+        """The last flight could not even connect, and no good probe has come since."""
+        self.draining = False
+        """The engine said that it shuts down. Until it is gone it answers probes well, which proves nothing."""
         self._ejections = 0
         self._failed_probes = 0
         self._failed_flights = 0
@@ -97,10 +108,14 @@ class Health:
         self._heard_probe = True
         if ok:
             self._failed_probes = 0
-            return self._is_past_back_off(now) and self._signal(Signal.ALIVE, now)
+            self.unreachable = False
+            return not self.draining and self._is_past_back_off(now) and self._signal(Signal.ALIVE, now)
         self.last_failure = reason or "probe failed"
+        self.draining = False  # what answers next is another process
         self._failed_probes += 1
-        return self._failed_probes >= FAILURES_TO_EJECT and self._signal(Signal.FAILING, now)
+        if self._failed_probes < FAILURES_TO_EJECT or self.state is HealthState.EJECTED:
+            return False
+        return self._signal(Signal.FAILING, now)
 
     def flight_started(self) -> None:
         self._trial = True
@@ -109,20 +124,28 @@ class Health:
         """A flight that began before the ejection proves nothing: a server that shuts down finishes old streams."""
         if self.state is HealthState.EJECTED and started_at < self.ejected_at:
             return False
-        self._trial = False
+        self._trial = self.unreachable = self.draining = False
         self._failed_flights = self._failed_probes = 0
         return self._signal(Signal.ALIVE, now)
 
-    def flight_failed(self, started_at: float, now: float) -> bool:
-        self.last_failure = "request failed"
+    def flight_failed(self, started_at: float, now: float, *, reached: bool = True) -> bool:
+        self.last_failure = "request failed" if reached else "cannot connect"
+        self.unreachable = not reached
         if self.state is HealthState.EJECTED and started_at < self.ejected_at:
             self.flights_failed = True  # sent before we knew: not another reason to wait longer
             return False
         self._trial = False
         self._failed_flights += 1
-        if self._failed_flights < FAILURES_TO_EJECT:
+        if self._failed_flights < FAILURES_TO_EJECT and not self.flights_failed:
             return False
         self.flights_failed = True
+        return self._signal(Signal.FAILING, now)
+
+    def flight_drained(self, now: float) -> bool:
+        """The engine answered that it shuts down and has done nothing."""
+        self.last_failure = "shutting down"
+        self._trial = False
+        self.draining = self.flights_failed = True
         return self._signal(Signal.FAILING, now)
 
     def flight_ended(self) -> None:
@@ -135,8 +158,14 @@ class Health:
     # ---- answers ---------------------------------------------------------------------------------------------------
 
     def may_be_tried(self, now: float) -> bool:
-        """Ejected, back-off over, nobody probes it, and no trial is running."""
-        return self.state is HealthState.EJECTED and now >= self.retry_at and not self._heard_probe and not self._trial
+        """Ejected, back-off over, no probe can tell, and no trial is running."""
+        if self.state is not HealthState.EJECTED or now < self.retry_at or self._trial:
+            return False
+        return self.draining or not self._heard_probe
+
+    def is_hopeless(self, now: float) -> bool:
+        """Ejected for connections that failed, back-off not over, no good probe since: to try it only costs time."""
+        return self.unreachable and self.flights_failed and now < self.retry_at
 
     def _is_past_back_off(self, now: float) -> bool:
         return self.state is not HealthState.EJECTED or now >= self.retry_at
@@ -148,7 +177,7 @@ class Health:
             self._eject(before, now)
         elif after is HealthState.UP and before is not HealthState.UP:
             self._failed_probes = self._failed_flights = 0
-            self.flights_failed = False
+            self.flights_failed = self.unreachable = self.draining = False
         self.state = after
         return after is not before
 
@@ -157,7 +186,7 @@ class Health:
             return  # still waiting for the last verdict
         if now - self.retry_at > CALM_SECONDS:
             self._ejections = 0
-        back_off = min(FIRST_BACK_OFF_SECONDS * 2 ** min(self._ejections, 16), LONGEST_BACK_OFF_SECONDS)
+        back_off = min(FIRST_BACK_OFF_SECONDS * BACK_OFF_GROWTH ** min(self._ejections, 16), LONGEST_BACK_OFF_SECONDS)
         draw = xxh3_64_intdigest(self._replica.encode(), self._ejections) / 2**64
         self._ejections += 1
         self._heard_probe = self._trial = False

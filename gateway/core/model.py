@@ -147,6 +147,14 @@ class PromptCounted:
     prompt_tokens: int
 
 
+@dataclass(frozen=True, slots=True)
+class PauseReported:
+    """The engine was told to pause, or to go on: as asleep it answers probes and hangs requests."""
+
+    replica: ReplicaId
+    paused: bool
+
+
 Fact = (
     ReplicaAdded
     | ReplicaRemoved
@@ -156,6 +164,7 @@ Fact = (
     | ProbeAnswered
     | CacheCleared
     | PromptCounted
+    | PauseReported
 )
 
 
@@ -169,6 +178,7 @@ class HealthState(Enum):
     EJECTED = "ejected"
     """Failing; back after its time-out by a probe or one trial request."""
     ASLEEP = "asleep"
+    """Asleep or paused: it would hang requests."""
 
 
 class ReplicaView(NamedTuple):
@@ -264,6 +274,14 @@ class Outcome(Enum):
     """Any other 4xx: the client's fault."""
     FAILED = "failed"
     """Transport fault, time-out, or another 5xx: the replica's fault."""
+    UNREACHABLE = "unreachable"
+    """No connection could be made: the replica's fault, and nothing was sent."""
+    DRAINING = "draining"
+    """The replica answered that its engine shuts down, and did nothing."""
+    OVERDUE = "overdue"
+    """The request's own deadline passed: nobody's fault."""
+    STOPPED = "stopped"
+    """The gateway itself was stopped before it ended."""
 
 
 @dataclass(frozen=True, slots=True)

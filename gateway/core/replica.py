@@ -36,10 +36,12 @@ class Replica:
     """One replica: health, load, speed, models, and what its cache is believed to hold."""
 
     __slots__ = (
+        "_asleep",
         "_block_bytes",
         "_bytes_per_token",
         "_misses",
         "_mixed",
+        "_paused",
         "_proven_at",
         "_share",
         "cache_tokens",
@@ -70,6 +72,7 @@ class Replica:
         self.load = Load()
         self.health = Health(id)
         self.draining = False
+        self._asleep = self._paused = False
         self.models: tuple[ModelCard, ...] | None = None
         """`None` until it listed them."""
         self.model_ids: frozenset[str] = frozenset()
@@ -116,12 +119,21 @@ class Replica:
             self._proven_at = now
         self.load.report(snapshot)
         self.health.heard(now)
-        if snapshot.asleep is not None and self.health.sleep(snapshot.asleep, now):
-            self.clear()  # sleep discards the KV cache
+        if snapshot.asleep is not None:
+            self._asleep = snapshot.asleep
+            self._rest(now)
         if snapshot.cache_tokens is not None and snapshot.cache_tokens > 0:
             self.cache_tokens = float(snapshot.cache_tokens)
             self.cache_tokens_known = True
             self._fit_index()
+
+    def pause(self, paused: bool, now: float) -> None:
+        self._paused = paused
+        self._rest(now)
+
+    def _rest(self, now: float) -> None:
+        if self.health.sleep(self._asleep or self._paused, now):
+            self.clear()  # sleep discards the KV cache
 
     # ---- what its flights show -------------------------------------------------------------------------------------
 
@@ -137,6 +149,10 @@ class Replica:
                 return changed
             case Outcome.FAILED:
                 return self.health.flight_failed(started_at, now)
+            case Outcome.UNREACHABLE:
+                return self.health.flight_failed(started_at, now, reached=False)
+            case Outcome.DRAINING:
+                return self.health.flight_drained(now)
             case Outcome.REFUSED:
                 self.load.refused(now)
         self.health.flight_ended()

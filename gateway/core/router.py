@@ -43,6 +43,7 @@ from gateway.core.model import (
     NoReplica,
     Outcome,
     OwnerGone,
+    PauseReported,
     ProbeAnswered,
     PromptCounted,
     Reason,
@@ -124,6 +125,8 @@ class Router:
                 for each in self._replicas.values():  # whoever counted: all that serve the model get such prompts
                     if model is None or each.models is None or each.serves(model):
                         each.mix_bytes_per_token(ratio)
+            case PauseReported(paused=paused):
+                replica.pause(paused, now)
             case ReplicaRemoved():
                 del self._replicas[replica.id]
                 self._index.remove(replica.id)
@@ -200,6 +203,11 @@ class Router:
         return Flight(self._settle, replica, decision, ahead, now)
 
     # ---- questions -------------------------------------------------------------------------------------------------
+
+    @property
+    def in_flight(self) -> int:
+        """Requests now at all replicas."""
+        return self._in_flight
 
     def owner(self, id: str) -> ReplicaId | None:
         """The replica that keeps the stored response `id`."""
@@ -369,7 +377,8 @@ class Router:
             candidates = [replica for replica in tried if replica.id not in exclude]
             if not candidates:  # the best tier was tried: whoever is left
                 serving = filters.serving(list(self._replicas.values()), model)
-                candidates = [replica for replica in filters.accepting(serving) if replica.id not in exclude]
+                accepting = filters.accepting(serving)
+                candidates = [r for r in accepting if r.id not in exclude and not r.health.is_hopeless(now)]
         if not candidates:
             raise NoReplica("No replica can serve this request at the moment.")
         return candidates

@@ -1,6 +1,7 @@
 """Probes: is each replica alive, and which models does it serve. One task each, so that a hung replica delays no other.
 
 Models are listed before a replica is first reported healthy: nobody routes to a replica whose models are unknown.
+A vLLM in developer mode can be paused, which its health does not show; one that knows no pause is asked once.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any
 import httpx
 import msgspec
 
-from gateway.core.model import Fact, ModelCard, ModelsListed, ProbeAnswered, ReplicaId
+from gateway.core.model import Fact, ModelCard, ModelsListed, PauseReported, ProbeAnswered, ReplicaId
 from gateway.feeds.fetch import FetchFailed, fetch
 from gateway.feeds.replicas import Replicas, watch_each
 
@@ -60,17 +61,20 @@ class Probes:
 
     async def _watch(self, replica: ReplicaId) -> None:
         listing_due = self._clock()
-        listing_failed = False
+        listing_failed = paused = False
+        pausable = True
         while True:
             began = self._clock()
             problem = await self._health_problem(replica)
             if problem is not None:
-                listing_due = self._clock()
+                listing_due, pausable = self._clock(), True
             elif self._clock() >= listing_due:
                 listed = await self._list_models(replica, log_failure=not listing_failed)
                 listing_failed = not listed
                 if listed:
                     listing_due = self._clock() + MODELS_INTERVAL_SECONDS
+            if problem is None and pausable:
+                pausable, paused = await self._pause(replica, paused)
             self._observe(ProbeAnswered(replica, problem is None, problem or ""))
             pause = self._interval_seconds * self._random.uniform(1 - JITTER, 1 + JITTER)
             await self._sleep(max(0.0, pause - (self._clock() - began)))
@@ -81,6 +85,21 @@ class Probes:
         except FetchFailed as error:
             return str(error)
         return None
+
+    async def _pause(self, replica: ReplicaId, was_paused: bool) -> tuple[bool, bool]:
+        """Whether it can be paused, and whether it is, which is reported when it changes."""
+        pausable = True
+        try:
+            answer = msgspec.json.decode(await self._fetch(f"{replica}/is_paused", HEALTH_MAX_BYTES))
+            paused = isinstance(answer, dict) and answer.get("is_paused") is True
+        except FetchFailed as error:
+            pausable = not str(error).startswith("HTTP ")  # no such page, or not for us; else it may just be late
+            paused = was_paused and pausable
+        except (msgspec.DecodeError, RecursionError):
+            pausable = paused = False
+        if paused != was_paused:
+            self._observe(PauseReported(replica, paused))
+        return pausable, paused
 
     async def _list_models(self, replica: ReplicaId, *, log_failure: bool) -> bool:
         try:

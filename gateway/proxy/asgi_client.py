@@ -110,7 +110,7 @@ async def serve(door: FrontDoor, scope: Message, receive: Receive, send: Send) -
 async def exchange(door: FrontDoor, call: Call, receive: Receive, send: Send) -> None:
     """Run the call, the sending and the watch for a client that leaves side by side; whichever ends first ends all."""
     client = AsgiClient()
-    serving = Exchange(door.serve(call, client))
+    serving = call.exchange = Exchange(door.serve(call, client))
     serving.start()
     leaving = asyncio.create_task(wait_disconnect(receive))
     pumping = asyncio.create_task(client.pump(send))

@@ -1,7 +1,8 @@
 """One table from exceptions to what a client is told: status, OpenAI error type and code.
 
 Errors are sorted by blame. The client's own (`BadBody`, `BodyTooLarge`, `UnknownModel`) are 4xx; a replica's
-(`UpstreamError` and its children) are 502 or 504; the fleet's (`NoReplica`, `OwnerGone`) are 503 with `Retry-After`.
+(`UpstreamError` and its children) are 502 or 504; the fleet's (`NoReplica`, `OwnerGone`, a replica that cannot be
+connected to or leaves when there is no other) are 503 with `Retry-After`.
 The object carries OpenAI's four fields and, for `/v1/messages`, is wrapped as Anthropic clients expect it; that form
 is a superset, so every client can read every error.
 """
@@ -48,12 +49,22 @@ class UpstreamError(Exception):
 
     replayable = False
     """Proven that the replica sent nothing and the connection is lost, so that another may be asked."""
+    executed = True
+    """The replica may have begun with the request."""
 
 
 class ConnectFailed(UpstreamError):
     """Nothing was sent: safe to try another replica whatever the request is."""
 
     replayable = True
+    executed = False
+
+
+class EngineDraining(UpstreamError):
+    """The replica said that its engine shuts down, and did nothing; the client has not heard of it."""
+
+    replayable = True
+    executed = False
 
 
 class ConnectionLost(UpstreamError):
@@ -76,6 +87,10 @@ class IdleTimeout(UpstreamError):
     """The answer stalled."""
 
 
+class DeadlineExceeded(UpstreamError):
+    """The time that the request had as a whole is over: no replica's fault, but it ends like one."""
+
+
 @dataclass(frozen=True, slots=True)
 class Blame:
     status: int
@@ -92,11 +107,13 @@ BLAME: dict[type[Exception], Blame] = {
     Overloaded: Blame(429, "rate_limit_error", "gateway_overloaded"),
     NoReplica: Blame(503, "service_unavailable_error", "no_replica"),
     OwnerGone: Blame(503, "service_unavailable_error", "response_owner_unavailable"),
-    ConnectFailed: Blame(502, "upstream_error", "replica_unreachable"),
+    ConnectFailed: Blame(503, "service_unavailable_error", "replica_unreachable"),
+    EngineDraining: Blame(503, "service_unavailable_error", "replica_draining"),
     ConnectionLost: Blame(502, "upstream_error", "replica_connection_lost"),
     BadAnswer: Blame(502, "upstream_error", "replica_bad_answer"),
     FirstByteTimeout: Blame(504, "upstream_error", "replica_timeout"),
     IdleTimeout: Blame(504, "upstream_error", "replica_stalled"),
+    DeadlineExceeded: Blame(504, "timeout_error", "deadline_exceeded"),
 }
 
 # Errors that a handler may translate; anything else is a bug and stays one.

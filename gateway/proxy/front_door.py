@@ -3,9 +3,10 @@
     read the body -> wait at the gate -> decide -> start -> send upstream -> relay -> finish, record
 
 Facts about replicas come in from the side (`feeds`), never through here. A second attempt happens only while nothing
-has reached the client: on another replica when the first could not be connected, or, for stateless requests and once,
-when its connection was lost before it answered; on the same replica when a *reused* connection turned out to be dead,
-which says nothing about the replica. A client that leaves cancels its task, in whatever phase it is.
+has reached the client: on another replica when the first could not be connected, or, for stateless requests, when its
+engine said that it shuts down, or (once, within a budget) its connection was lost before it answered; on the same
+replica when a *reused* connection turned out to be dead, which says nothing about the replica. A client that leaves
+cancels its exchange, in whatever phase it is, and so does the deadline of a request that has one.
 """
 
 from __future__ import annotations
@@ -30,24 +31,36 @@ from gateway.proxy.errors import (
     BadBody,
     ConnectFailed,
     ConnectionLost,
+    DeadlineExceeded,
+    EngineDraining,
     ErrorAnswer,
     Overloaded,
     UpstreamError,
     answer,
     code_of,
 )
-from gateway.proxy.exchange import Completion
+from gateway.proxy.exchange import Completion, Exchange
 from gateway.proxy.gate import Gate
 from gateway.proxy.relay import HOP_BY_HOP, Client, Relay, connection_tokens
+from gateway.proxy.replays import Replays
 from gateway.proxy.upstream import Connection, Header, Upstream
 from gateway.telemetry import RequestRecord, Telemetry
 
 NOT_FORWARDED = HOP_BY_HOP | {b"host", b"content-length", b"expect", b"x-request-id"}
-NOTED = NOT_FORWARDED | {b"x-session-id", b"content-encoding"}
+NOTED = NOT_FORWARDED | {b"x-session-id", b"x-request-timeout", b"content-encoding"}
 """Request headers that are looked at; all others pass unseen."""
 COUNTED = frozenset((Shape.CHAT, Shape.COMPLETION))
 """Bodies that vLLM's `/tokenize` takes as they are."""
 REQUEST_ID = re.compile(rb"[A-Za-z0-9_.:/+=@-]{1,128}")
+TIMEOUT = re.compile(rb"\d{1,5}(\.\d{1,6})?")
+"""Seconds that a client gives its request; anything else in that header is ignored."""
+KEPT_CONNECTION = "kept"
+REPLAY_CAUSES: dict[type[UpstreamError], str] = {
+    ConnectFailed: "unreachable",
+    ConnectionLost: "lost",
+    EngineDraining: "draining",
+}
+"""Why a request was sent once more, as metrics call it; `kept`: to the same replica, in place of a dead connection."""
 SWEEP_SECONDS = 0.25
 """Period of the deadline sweep over upstream connections: deadlines are exact to this."""
 
@@ -70,6 +83,10 @@ class Call:
     """The client will send more on this connection."""
     http_1_0: bool = False
     """The client does not understand chunked bodies."""
+    exchange: Exchange | None = None
+    """Who serves it: set by who starts it, for the deadline."""
+    overdue: bool = False
+    """Its deadline has passed, and cancelled the exchange."""
 
 
 @dataclass(slots=True)
@@ -81,6 +98,8 @@ class Forwarding:
     session: str | None = None
     encoded: bool = False
     """The body is compressed."""
+    timeout: float | None = None
+    """Seconds that the client gives the whole request."""
 
 
 class FrontDoor:
@@ -102,6 +121,11 @@ class FrontDoor:
         self.router = router
         self.telemetry = telemetry
         self.gate = Gate(router, clock, loop)
+        self.replays = Replays(lambda: router.in_flight)
+        self.draining = False
+        """The gateway is about to leave: clients are asked to open no further request on their connections."""
+        self.stopping = False
+        """The gateway stops: from now on it is we who cut off what runs."""
         self._loop = loop
         self._upstream_config = upstream
         self._upstreams: dict[ReplicaId, Upstream] = {}
@@ -115,7 +139,9 @@ class FrontDoor:
         """Answer one call. Raises nothing but `CancelledError`, when the client left."""
         forwarding = read_headers(call.headers)
         record = self._record(call, forwarding)
-        ticket = None
+        ticket = timer = None
+        if forwarding.timeout is not None or self._upstream_config.deadline_seconds is not None:
+            timer = self._set_deadline(call, forwarding.timeout)
         try:
             request = self.read(call, forwarding)
             record.model = request.model or ""
@@ -125,8 +151,10 @@ class FrontDoor:
             record.waited_seconds = self.clock() - came
             await self._attempts(call, request, ticket.take_flight(), forwarding.lines, client, record)
         except asyncio.CancelledError:
-            record.outcome = Outcome.CLIENT_LEFT.value
-            raise
+            if not call.overdue:
+                record.outcome = self._cancelled(call).value
+                raise
+            self._refuse(client, call, DeadlineExceeded("The request was not finished in its time."), record)
         except KNOWN as error:
             self._refuse(client, call, error, record)
         except Exception:  # a bug: reported where exchanges end, but this client must not wait for ever
@@ -134,6 +162,9 @@ class FrontDoor:
             client.abort()
             raise
         finally:
+            if timer is not None:
+                timer.cancel()
+            call.exchange = None
             if ticket is not None:
                 self.gate.leave(ticket)
             record.duration_seconds = self.clock() - call.received_at
@@ -165,23 +196,41 @@ class FrontDoor:
         """Until one attempt has reached the client. `bound`: the gate has decided and started the first already."""
         excluded: set[ReplicaId] = set()
         last_error: UpstreamError | None = None
-        replays = 0
-        while True:
-            try:
-                flight = bound or self._start(request, excluded)
-            except RoutingError as error:
-                raise last_error or error from None
-            if self.on_prompt is not None and call.endpoint.shape in COUNTED:
-                self.on_prompt(flight.replica, request, call.body)
-            last_error = await self._attempt(call, flight, lines, client, record)
-            if last_error is None:
-                return
-            if isinstance(last_error, ConnectionLost):
-                replays += 1
-            if not last_error.replayable or replays > (1 if call.endpoint.stateless else 0):
-                raise last_error
-            excluded.add(flight.replica)
-            bound = None
+        replayed = False
+        try:
+            while True:
+                try:
+                    flight = bound or self._start(request, excluded)
+                except RoutingError as error:
+                    raise last_error or error from None
+                if last_error is not None:
+                    self.telemetry.replayed(REPLAY_CAUSES[type(last_error)])
+                if self.on_prompt is not None and call.endpoint.shape in COUNTED:
+                    self.on_prompt(flight.replica, request, call.body)
+                last_error = await self._attempt(call, flight, lines, client, record)
+                if last_error is None:
+                    return
+                if last_error.executed:
+                    if replayed or not self._may_replay(call, last_error):
+                        raise last_error
+                    replayed = True
+                excluded.add(flight.replica)
+                bound = None
+        finally:
+            if replayed:
+                self.replays.give_back()
+
+    def _may_replay(self, call: Call, error: UpstreamError) -> bool:
+        """Whether what may have been begun may be begun once more. If so, the budget is charged."""
+        if not (error.replayable and self._is_movable(call)):
+            return False
+        if self.replays.take():
+            return True
+        self.telemetry.replay_refused()
+        return False
+
+    def _is_movable(self, call: Call) -> bool:
+        return call.endpoint.stateless and self._upstream_config.replay
 
     def _start(self, request: RouteRequest, excluded: set[ReplicaId]) -> Flight:
         """Decide, and book. Raises `RoutingError`."""
@@ -200,9 +249,10 @@ class FrontDoor:
             relay = await self._fly(call, flight, lines, client, record)
             outcome, usage = relay.outcome, relay.usage()
         except ConnectFailed as error:
+            outcome = Outcome.UNREACHABLE
             return error
         except asyncio.CancelledError:
-            outcome = Outcome.CLIENT_LEFT
+            outcome = self._cancelled(call)
             raise
         finally:
             flight.finish(outcome, self.clock(), usage)
@@ -225,7 +275,8 @@ class FrontDoor:
             (b"x-warmlane-cached-tokens", b"%d" % flight.decision.cached_tokens),
         ]
         # A kept connection may be dead, and what makes state must not be sent twice: it always gets a new one.
-        kept = upstream.lease() if call.endpoint.stateless else None
+        movable = self._is_movable(call)
+        kept = upstream.lease() if movable else None
         connection = kept or await self._connect(upstream)
         while True:
             relay = Relay(
@@ -237,6 +288,7 @@ class FrontDoor:
                 Completion(),
                 anthropic=call.endpoint.anthropic,
                 wants_id=call.endpoint.shape is Shape.RESPONSES,
+                movable=movable,
             )
             connection.send(relay, head, call.body)
             client.attach(connection)
@@ -246,12 +298,16 @@ class FrontDoor:
                 complete = await relay.finished
             except asyncio.CancelledError:
                 connection.abort(relay)
-                raise
+                if not call.overdue:
+                    raise
+                relay.failed(DeadlineExceeded("The request was not finished in its time."))
+                return relay
             if complete or not (
                 connection.reused and isinstance(relay.error, ConnectionLost) and relay.error.replayable
             ):
                 return relay
             # The replica had closed this kept connection before our bytes came: a fresh one, once.
+            self.telemetry.replayed(KEPT_CONNECTION)
             connection = await self._connect(upstream)
 
     async def _connect(self, upstream: Upstream) -> Connection:
@@ -291,6 +347,19 @@ class FrontDoor:
         for upstream in self._upstreams.values():
             upstream.close()
 
+    # -- deadlines
+
+    def _set_deadline(self, call: Call, timeout: float | None) -> asyncio.TimerHandle:
+        """The earlier of the client's and the configured one ends the request, in whatever phase it is."""
+        given = [seconds for seconds in (timeout, self._upstream_config.deadline_seconds) if seconds is not None]
+        return self._loop.call_later(max(0.0, min(given) - (self.clock() - call.received_at)), end_overdue, call)
+
+    def _cancelled(self, call: Call) -> Outcome:
+        """Why the exchange was cancelled."""
+        if call.overdue:
+            return Outcome.OVERDUE
+        return Outcome.STOPPED if self.stopping else Outcome.CLIENT_LEFT
+
     # -- records and refusals
 
     def _record(self, call: Call, forwarding: Forwarding) -> RequestRecord:
@@ -324,7 +393,16 @@ class FrontDoor:
         client.write(refusal.body, True)
 
 
+def end_overdue(call: Call) -> None:
+    """The deadline of the call has passed."""
+    if call.exchange is not None:
+        call.overdue = True
+        call.exchange.cancel()
+
+
 def blame_outcome(error: Exception) -> Outcome:
+    if isinstance(error, DeadlineExceeded):
+        return Outcome.OVERDUE
     if isinstance(error, UpstreamError):
         return Outcome.FAILED
     return Outcome.REFUSED if isinstance(error, NoReplica | Overloaded) else Outcome.REJECTED
@@ -345,6 +423,8 @@ def read_headers(headers: list[Header]) -> Forwarding:
                 found.session = value.decode("latin-1")
             elif name == b"content-encoding":
                 found.encoded = value.lower() != b"identity"
+            elif name == b"x-request-timeout" and TIMEOUT.fullmatch(value):
+                found.timeout = float(value)
             if name in NOT_FORWARDED:
                 continue
         lines += (name, b": ", value, b"\r\n")

@@ -340,10 +340,10 @@ class ClientConnection(asyncio.Protocol):
         self._serving = True
         while self._calls and self._exchange is None and not self._transport.is_closing():
             call = self._calls.popleft()
-            self._keep_alive = call.keep_alive and not call.http_1_0 and not self._closing
+            self._keep_alive = call.keep_alive and not (call.http_1_0 or self._closing or self._door.draining)
             self._http_1_0 = call.http_1_0
             self.deadline = self._loop.time() + self._door.server.stall_timeout_seconds if self._full else math.inf
-            self._exchange = Exchange(self._door.serve(call, self))
+            self._exchange = call.exchange = Exchange(self._door.serve(call, self))
             self._exchange.start()
         self._serving = False
         if self._paused and len(self._calls) <= MAX_PIPELINED:

@@ -4,6 +4,7 @@ The relay is the sink of an upstream `Connection`. Whatever arrives is written t
 notices the first token (in a stream of events), the usage at the end, an error event inside a 200, and the id of a
 stored response. It keeps the last two pieces for that, never the whole answer. `finished` resolves once: to `True`
 when the answer is complete, to `False` when another attempt may be made because nothing has reached the client yet.
+Only a 500 is held back, a moment, for it may say that the engine shuts down and somebody else should be asked.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Protocol
 
 from gateway.core.flight import Flight
 from gateway.core.model import Outcome, Usage
-from gateway.proxy.errors import UpstreamError, error_event
+from gateway.proxy.errors import DeadlineExceeded, EngineDraining, UpstreamError, error_event
 from gateway.proxy.exchange import Completion
 from gateway.proxy.upstream import Connection, Header
 
@@ -46,6 +47,13 @@ COMPLETION_TOKENS = re.compile(rb'"(?:completion_tokens|output_tokens)"\s*:\s*(\
 RESPONSE_ID = re.compile(rb'"id"\s*:\s*"(resp_[A-Za-z0-9_.~-]{1,250})"')
 ERROR_EVENT = re.compile(rb'(?:^|\n)data: ?\{"(?:error"|type": ?"error")')
 
+CANNOT_SCHEDULE = b"cannot schedule new futures after shutdown"
+"""A vLLM that drains (`--shutdown-timeout`) answers new requests with a 500 that says this, and its probes with 200."""
+CHOICE = re.compile(rb'"choices"\s*:\s*\[\s*\{')
+DONE = b"data: [DONE]"
+MAX_HELD_BYTES = 4 * 1024
+"""A 500 above this is passed on unread; that of an engine that shuts down has some hundred bytes."""
+
 TAIL_BYTES = 16 * 1024
 """How much of the end of an answer is searched for its usage; vLLM puts it last."""
 
@@ -72,7 +80,9 @@ class Relay:
         "_first_token",
         "_flight",
         "_head",
+        "_held",
         "_last",
+        "_movable",
         "_previous",
         "_streaming",
         "_wants_id",
@@ -95,7 +105,9 @@ class Relay:
         *,
         anthropic: bool = False,
         wants_id: bool = False,
+        movable: bool = False,
     ) -> None:
+        """`movable`: another replica may be asked while the client has got nothing."""
         self._client = client
         self._flight = flight
         self._first_token = first_token
@@ -103,6 +115,8 @@ class Relay:
         self._clock = clock
         self._anthropic = anthropic
         self._wants_id = wants_id
+        self._movable = movable
+        self._held: list[Header] | None = None
         self._streaming = False
         self._head = self._previous = self._last = b""
         self.finished = finished
@@ -130,9 +144,15 @@ class Relay:
         if named:
             passed = [header for header in passed if header[0] not in named or header[0] == b"content-length"]
         passed += self._extra_headers
-        self._client.start(status, passed)
+        if status == 500 and self._movable:
+            self._held = passed
+        else:
+            self._client.start(status, passed)
 
     def piece(self, data: bytes, last: bool) -> None:
+        if self._held is not None:
+            self._hold(data, last)
+            return
         if last:  # before it is written: behind it the client's next exchange may attach its own
             self._client.attach(None)
         self._client.write(data, last)
@@ -148,7 +168,8 @@ class Relay:
         """The replica will send no more. Before the head another attempt may follow, then the client must know."""
         self.error = error
         self._client.attach(None)
-        if self.status == 0:
+        if self.status == 0 or self._held is not None:
+            self.status = 0
             self.finished.complete(False)
             return
         if self._streaming and self._at_event_boundary():
@@ -165,15 +186,18 @@ class Relay:
     @property
     def outcome(self) -> Outcome:
         if self.error is not None:
-            return Outcome.FAILED
+            return ERROR_OUTCOMES.get(type(self.error), Outcome.FAILED)
         if self.status in (429, 503):
             return Outcome.REFUSED
         if self.status >= 500:
-            return Outcome.FAILED
+            return Outcome.DRAINING if CANNOT_SCHEDULE in self._tail() else Outcome.FAILED
         if self.status >= 400:
             return Outcome.REJECTED
-        if self._streaming and ERROR_EVENT.search(self._tail()):
-            return Outcome.FAILED
+        if self._streaming:
+            if ERROR_EVENT.search(self._tail()):
+                return Outcome.FAILED
+            if self.first_token_at is None and self._is_empty():
+                return Outcome.DRAINING
         return Outcome.COMPLETED
 
     def usage(self) -> Usage | None:
@@ -195,6 +219,27 @@ class Relay:
             prompt += (cached or 0) + (number(CREATED_TOKENS, counts) or 0)
         return Usage(prompt, cached, completion)
 
+    def _hold(self, data: bytes, last: bool) -> None:
+        """Of a 500: its end decides whether the client gets it."""
+        self._head += data
+        if not last and len(self._head) <= MAX_HELD_BYTES:
+            return
+        held, self._held = self._held, None
+        if last and CANNOT_SCHEDULE in self._head:
+            self.status = 0
+            self.error = EngineDraining("The replica is shutting down.")
+            self._client.attach(None)
+            self.finished.complete(False)
+            return
+        assert held is not None
+        self._client.start(self.status, held)
+        data, self._head = self._head, b""
+        self.piece(data, last)
+
+    def _is_empty(self) -> bool:
+        """A stream of choices that ended properly without a single one: so an engine that shuts down answers some."""
+        return len(self._head) < TAIL_BYTES and DONE in self._tail() and CHOICE.search(self._head) is None
+
     def _look_for_start(self, data: bytes) -> None:
         """Until the first token: keep the beginning, find the id, and tell the flight when the prefill is done."""
         if len(self._head) < TAIL_BYTES:
@@ -213,6 +258,13 @@ class Relay:
         """An event of our own can follow only where the last one has ended."""
         tail = (self._previous[-4:] + self._last)[-4:]
         return not tail or tail.endswith((b"\n\n", b"\r\r", b"\r\n\r\n"))
+
+
+ERROR_OUTCOMES: dict[type[UpstreamError], Outcome] = {
+    EngineDraining: Outcome.DRAINING,
+    DeadlineExceeded: Outcome.OVERDUE,
+}
+"""Of an answer that ended with an error of ours; all others are the replica's failure."""
 
 
 def connection_tokens(value: bytes) -> frozenset[bytes]:

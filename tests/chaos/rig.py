@@ -6,7 +6,7 @@
             rig.replicas[0].kill()
             await eventually(lambda: rig.gateway.state(rig.replicas[0]) ...)
 
-Everything that a process prints lies in the test's folder. Processes end with the rig, and if pytest is killed, with it.
+Everything that a process prints lies in the folder of the test. Processes end with the rig, and when pytest is killed.
 """
 
 from __future__ import annotations
@@ -65,23 +65,26 @@ async def eventually(
 class Process:
     """One process whose output goes to files. `ready` is looked for in what it prints, and starts with its URL."""
 
-    def __init__(self, name: str, command: Sequence[str], folder: Path, ready: str) -> None:
+    def __init__(
+        self, name: str, command: Sequence[str], folder: Path, ready: str, environment: Mapping[str, str] | None = None
+    ) -> None:
         self.name = name
         self.command = list(command)
         self.ready = re.compile(ready)
         self.out_path, self.err_path = folder / f"{name}.out", folder / f"{name}.err"
         self.url = ""
+        self._environment = {**os.environ, **(environment or {})}
         self._process: subprocess.Popen[bytes] | None = None
 
     async def start(self) -> None:
         """Returns once it says that it is ready."""
-        before = len(self.out) + len(self.err)
+        out, err = len(self.out), len(self.err)
         self._spawn()
         seen: list[str] = []
 
         def is_ready() -> bool:
             assert self.running, f"{self.name} ended at once: {self.err[-2_000:]}"
-            seen[:] = self.ready.findall(self.out + self.err) if len(self.out) + len(self.err) > before else []
+            seen[:] = self.ready.findall(self.out[out:] + self.err[err:])
             return bool(seen)
 
         await eventually(is_ready, f"{self.name} is ready", START_SECONDS)
@@ -90,7 +93,13 @@ class Process:
     def _spawn(self) -> None:
         with self.out_path.open("ab") as out, self.err_path.open("ab") as err:
             self._process = subprocess.Popen(
-                self.command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=out, stderr=err, preexec_fn=die_with_parent
+                self.command,
+                cwd=ROOT,
+                env=self._environment,
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=err,
+                preexec_fn=die_with_parent,
             )
 
     @property
@@ -181,9 +190,10 @@ class Received:
 class ScriptedReplica(Process):
     """A replica that does as told (`tests.chaos.scripted`)."""
 
-    def __init__(self, name: str, folder: Path, port: int = 0) -> None:
+    def __init__(self, name: str, folder: Path, port: int = 0, host: str = "127.0.0.1") -> None:
         self.record_path = folder / f"{name}.jsonl"
-        command = [sys.executable, "-m", "tests.chaos.scripted", "--port", str(port), "--record", str(self.record_path)]
+        command = [sys.executable, "-m", "tests.chaos.scripted", "--host", host, "--port", str(port)]
+        command += ["--record", str(self.record_path)]
         super().__init__(name, command, folder, r"ready (\S+)")
 
     async def start(self, *, port: int | None = None) -> None:
@@ -234,12 +244,19 @@ class EmbeddedReplica(Process):
 class GatewayProcess(Process):
     """`warmlane serve` with a configuration file."""
 
-    def __init__(self, name: str, folder: Path, config: Config, replicas: Iterable[str]) -> None:
+    def __init__(
+        self,
+        name: str,
+        folder: Path,
+        config: Config,
+        replicas: Iterable[str],
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
         self.config_path = folder / f"{name}.toml"
         self.config_path.write_text(as_toml(config, replicas))
         run = "from gateway.cli import main; main()"
         command = [sys.executable, "-c", run, "serve", "--config", str(self.config_path)]
-        super().__init__(name, command, folder, r"listening on (\S+?),")
+        super().__init__(name, command, folder, r"listening on (\S+?),", environment)
         self._client = httpx.AsyncClient(trust_env=False, timeout=10.0)
 
     async def get(self, path: str) -> httpx.Response:

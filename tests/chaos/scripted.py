@@ -1,4 +1,4 @@
-"""A scripted replica as a process that can be killed or frozen: `python -m tests.chaos.scripted --port 0 --record FILE`.
+"""A scripted replica as a process that can be killed or frozen: `python -m tests.chaos.scripted --port 0 --record F`.
 
 It answers chat requests as its `Behaviour` says, which `POST /behave` changes in mid-run (a JSON object with the fields
 to change). Every request is written to the record file as it comes and as it ends, unbuffered, so that a killed replica
@@ -259,24 +259,25 @@ def whole_answer(number: int, tokens: int) -> bytes:
     ) % (number, b"".join(b"t%d " % token for token in range(tokens)), 600 + tokens, tokens)
 
 
-async def serve(port: int, record: str) -> None:
+async def serve(host: str, port: int, record: str) -> None:
     """Until SIGTERM: then as a killed process does, without a word."""
     replica = Replica(record)
     loop = asyncio.get_running_loop()
     stopped = asyncio.Event()
     loop.add_signal_handler(signal.SIGTERM, stopped.set)
-    server = await loop.create_server(replica.connect, "127.0.0.1", port, backlog=2048)
-    print(f"ready http://127.0.0.1:{server.sockets[0].getsockname()[1]}", flush=True)
+    server = await loop.create_server(replica.connect, host, port, backlog=2048)
+    print(f"ready http://{host}:{server.sockets[0].getsockname()[1]}", flush=True)
     await stopped.wait()
     os._exit(0)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--record", required=True)
     options = parser.parse_args()
-    uvloop.run(serve(options.port, options.record))
+    uvloop.run(serve(options.host, options.port, options.record))
 
 
 if __name__ == "__main__":

@@ -45,6 +45,12 @@ def failing_flights(one: One) -> One:
     return one
 
 
+def unreachable(one: One) -> One:
+    for _ in range(3):
+        one.health.flight_failed(0.0, 0.0, reached=False)
+    return one
+
+
 def asleep(one: One) -> One:
     one.health.sleep(True, 0.0)
     return one
@@ -108,6 +114,12 @@ class TestAvailable:
     def test_when_nothing_better_is_left_anything_is_tried(self) -> None:
         ones = named(failing_flights, failing_flights)
         assert available(ones, 0.0) == ones
+
+    def test_where_nobody_can_be_connected_to_nobody_is_left_until_a_back_off_is_over(self) -> None:
+        """O-07, nothing reachable: the client is told at once, not after a time-out for each replica."""
+        ones = named(unreachable, unreachable)
+        assert available(ones, 0.5) == []
+        assert available(ones, 5.0) == ones
 
     def test_nobody_is_nobody(self) -> None:
         assert available([], 0.0) == []

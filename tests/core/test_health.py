@@ -53,6 +53,15 @@ def test_three_failed_probes_in_a_row_eject_and_two_do_not() -> None:
     assert health.last_failure == "timeout"
 
 
+def test_slow_probes_of_a_busy_replica_that_completes_requests_do_not_eject_it() -> None:
+    """O-07 (b): live successes count."""
+    health = up()
+    for second in range(60):
+        health.probe(second % 3 == 0, "timeout", float(second))
+        health.flight_completed(second - 1.0, second + 0.5)
+        assert health.state is UP
+
+
 def test_three_failed_flights_in_a_row_eject_and_a_completed_one_starts_the_count_again() -> None:
     health = up()
     for _ in range(5):
@@ -73,7 +82,7 @@ def test_a_good_probe_brings_it_back_only_after_the_back_off() -> None:
     assert health.state is UP
 
 
-def test_back_offs_double_up_to_the_longest_and_start_again_after_a_calm_minute() -> None:
+def test_back_offs_grow_up_to_the_longest_and_start_again_after_a_calm_minute() -> None:
     health, now, waits = up(), 0.0, []
     for _ in range(8):
         for _ in range(3):
@@ -82,7 +91,7 @@ def test_back_offs_double_up_to_the_longest_and_start_again_after_a_calm_minute(
         now = health.retry_at
         health.probe(True, "", now)
         now += 1.0
-    for wait, base in zip(waits, [1, 2, 4, 8, 16, 30, 30, 30], strict=True):
+    for wait, base in zip(waits, [1, 8, 60, 60, 60, 60, 60, 60], strict=True):
         assert base <= wait <= 1.1 * base
     assert max(waits) <= 1.1 * LONGEST_BACK_OFF_SECONDS
     now += 61.0
@@ -91,16 +100,23 @@ def test_back_offs_double_up_to_the_longest_and_start_again_after_a_calm_minute(
     assert health.retry_at - now <= 1.1
 
 
-def test_failures_during_the_back_off_do_not_lengthen_it_but_those_after_it_do() -> None:
+def test_failures_during_the_back_off_do_not_lengthen_it_but_a_failed_request_after_it_does() -> None:
     health = ejected(now=0.0)
     retry_at = health.retry_at
-    health.probe(False, "refused", 0.5)
     for _ in range(4):
         health.flight_failed(0.6, 0.6)
     assert health.retry_at == retry_at
-    for now in (2.0, 2.1, 2.2):
-        health.probe(False, "refused", now)
-    assert health.retry_at >= 4.0
+    health.flight_failed(2.2, 2.2)
+    assert health.retry_at >= 10.2
+
+
+def test_a_server_that_was_away_for_an_hour_is_back_with_its_first_good_probe() -> None:
+    """Failed probes cost nobody anything, so they do not lengthen the wait."""
+    health = ejected(now=0.0)
+    for second in range(3_600):
+        health.probe(False, "refused", float(second))
+    assert health.probe(True, "", 3_600.0)
+    assert health.state is UP
 
 
 def test_replicas_do_not_come_back_in_step() -> None:
@@ -127,13 +143,47 @@ def test_without_probes_one_trial_at_a_time_is_due_after_the_back_off() -> None:
     assert not health.may_be_tried(1.2)
     health.flight_failed(1.2, 1.3)
     assert not health.may_be_tried(1.3)
-    assert health.may_be_tried(3.6)
+    assert health.may_be_tried(10.2)
     health.flight_started()
     health.flight_ended()
-    assert health.may_be_tried(3.7)
+    assert health.may_be_tried(10.3)
     health.flight_started()
-    health.flight_completed(3.7, 3.8)
+    health.flight_completed(10.3, 10.4)
     assert health.state is UP
+
+
+def test_an_engine_that_shuts_down_is_out_at_once_and_good_probes_do_not_bring_it_back() -> None:
+    """It answers /health with 200 until it is gone (O-07: health is not the whole truth)."""
+    health = up()
+    assert health.flight_drained(1.0)
+    assert health.state is EJECTED
+    for second in range(2, 60):
+        assert not health.probe(True, "", float(second))
+    assert health.may_be_tried(60.0)
+    health.flight_started()
+    assert not health.may_be_tried(60.0)
+    health.flight_completed(60.0, 61.0)  # it was no shutdown after all
+    assert health.state is UP
+
+
+def test_after_an_engine_that_shut_down_is_gone_a_good_probe_counts_again() -> None:
+    health = up()
+    health.flight_drained(1.0)
+    health.probe(False, "refused", 20.0)
+    assert health.probe(True, "", 40.0)
+    assert health.state is UP
+
+
+def test_only_what_cannot_be_connected_to_is_hopeless_and_only_until_a_good_probe() -> None:
+    health = up()
+    for _ in range(3):
+        health.flight_failed(1.0, 1.0, reached=False)
+    assert health.is_hopeless(1.5)
+    assert not health.is_hopeless(60.0)
+    health.probe(True, "", 1.6)  # its back-off is not over, but where nobody else is left it may be asked
+    assert health.state is EJECTED
+    assert not health.is_hopeless(1.7)
+    assert not ejected(now=0.0).is_hopeless(0.5)
 
 
 def test_nobody_is_sent_on_trial_where_probes_fail() -> None:
@@ -159,6 +209,19 @@ def test_flapping_probes_change_little(ok: bool) -> None:
     for second in range(60):
         ok = not ok
         changes += health.probe(ok, "", float(second))
+    assert changes <= 6
+
+
+def test_flapping_requests_change_the_state_six_times_a_minute_at_most() -> None:
+    """Half a second good, half a second bad, for a minute, at 70 requests/s."""
+    health, changes = up(), 0
+    for tick in range(60 * 70):
+        now = tick / 70
+        good = now % 1.0 < 0.5
+        if tick % 70 == 20:
+            changes += health.probe(good, "", now)
+        if health.state is UP:
+            changes += health.flight_completed(now, now) if good else health.flight_failed(now, now)
     assert changes <= 6
 
 

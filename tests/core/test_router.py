@@ -20,6 +20,7 @@ from gateway.core.model import (
     NoReplica,
     Outcome,
     OwnerGone,
+    PauseReported,
     ProbeAnswered,
     PromptCounted,
     Reason,
@@ -298,6 +299,7 @@ class TestBelief:
         ],
     )
     def test_ends_with_a_restart(self, before: dict[str, float], after: dict[str, float]) -> None:
+        """O-09."""
         fleet = Fleet(2)
         home, request = self.warm(fleet)
         fleet.reports(home, **before)
@@ -441,6 +443,7 @@ class TestHealth:
 
     @pytest.mark.parametrize("outcome", [Outcome.REJECTED, Outcome.CLIENT_LEFT, Outcome.REFUSED])
     def test_what_is_not_the_replicas_fault_never_ejects_it(self, outcome: Outcome) -> None:
+        """O-13."""
         fleet = Fleet(2)
         for _ in range(30):
             fleet.send_to(fleet.replicas[0], RouteRequest()).finish(outcome, fleet.now)
@@ -472,6 +475,7 @@ class TestHealth:
         assert fleet.sent[bad] / sum(fleet.sent.values()) <= 0.1
 
     def test_all_failing_their_probes_still_serve(self) -> None:
+        """O-07 (c)."""
         fleet = Fleet(3)
         for replica in fleet.replicas:
             for _ in range(5):
@@ -479,6 +483,38 @@ class TestHealth:
         assert len(fleet.decide(RouteRequest()).ranking) == 3
         fleet.complete(fleet.send(RouteRequest()))
         assert sum(one.health is HealthState.UP for one in fleet.router.statistics(fleet.now).replicas) == 1
+
+    def test_a_paused_engine_gets_nothing_though_it_says_that_it_is_awake(self) -> None:
+        fleet = Fleet(2)
+        paused = fleet.replicas[0]
+        fleet.router.observe(PauseReported(paused, True), fleet.now)
+        fleet.reports(paused, asleep=False)
+        fleet.probe(paused)
+        assert {fleet.send(RouteRequest()).replica for _ in range(10)} == {fleet.replicas[1]}
+        fleet.router.observe(PauseReported(paused, False), fleet.now)
+        assert fleet.statistics(paused).health is HealthState.UP
+
+    def test_an_engine_that_shut_down_is_back_once_it_was_gone(self) -> None:
+        fleet = Fleet(3)
+        leaving = fleet.replicas[0]
+        fleet.send_to(leaving, RouteRequest()).finish(Outcome.DRAINING, fleet.now)
+        fleet.probe(leaving)
+        assert leaving not in {fleet.send(RouteRequest()).replica for _ in range(10)}
+        fleet.now += 0.9
+        fleet.probe(leaving, ok=False)
+        fleet.now += 0.5
+        fleet.probe(leaving)
+        assert fleet.statistics(leaving).health is HealthState.UP
+
+    def test_nobody_that_can_be_connected_to_is_no_replica(self) -> None:
+        fleet = Fleet(2)
+        for replica in fleet.replicas:
+            for _ in range(3):
+                fleet.send_to(replica, RouteRequest()).finish(Outcome.UNREACHABLE, fleet.now)
+        with pytest.raises(NoReplica):
+            fleet.decide(RouteRequest())
+        fleet.probe(fleet.replicas[1])
+        assert fleet.decide(RouteRequest()).replica == fleet.replicas[1]
 
     def test_without_probes_one_trial_request_brings_it_back(self) -> None:
         fleet = Fleet(3)

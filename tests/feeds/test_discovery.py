@@ -94,6 +94,7 @@ async def test_a_resolver_error_keeps_the_last_answer_and_is_logged_once(replica
 
 
 async def test_a_configured_name_that_moves_is_removed_and_added(replicas, facts, running):
+    """O-08."""
     """Its cache, connections and counters belong to the old address."""
     names = Names(gpu={"10.0.0.1"})
     running(

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 from scripted_replica import hang, ok, wait_until
 
-from gateway.core.model import ModelCard, ModelsListed, ProbeAnswered
+from gateway.core.model import ModelCard, ModelsListed, PauseReported, ProbeAnswered
 from gateway.feeds.probes import MODELS_INTERVAL_SECONDS, Probes, read_models
 from gateway.feeds.replicas import Replicas
 
@@ -231,3 +231,40 @@ def test_numbers_that_are_none_count_as_absent(number):
 def test_an_answer_that_is_no_model_list_is_an_error(body):
     with pytest.raises(msgspec.DecodeError):
         read_models(body)
+
+
+async def test_a_pause_is_reported_when_it_begins_and_when_it_ends(start_replica, replicas, facts, probe):
+    """Only a vLLM in developer mode can be paused, and its health does not show it."""
+    one = await start_replica()
+    one.answers = {"/health": HEALTHY, "/v1/models": MODELS, "/is_paused": ok(b'{"is_paused":false}')}
+    replicas.update(added=[one.id])
+    probe()
+    await wait_until(lambda: one.asked.count("/is_paused") >= 3)
+    assert facts.of(PauseReported) == []
+    one.answers["/is_paused"] = ok(b'{"is_paused":true}')
+    await wait_until(lambda: facts.of(PauseReported) == [PauseReported(one.id, True)])
+    one.answers["/is_paused"] = ok(b'{"is_paused":false}')
+    await wait_until(lambda: facts.of(PauseReported)[1:] == [PauseReported(one.id, False)])
+
+
+async def test_a_replica_that_knows_no_pause_is_asked_once(start_replica, replicas, facts, probe):
+    one = await start_replica()
+    one.answers = {"/health": HEALTHY, "/v1/models": MODELS}
+    replicas.update(added=[one.id])
+    probe()
+    await wait_until(lambda: one.asked.count("/health") >= 5)
+    assert one.asked.count("/is_paused") == 1
+    assert facts.of(PauseReported) == []
+
+
+async def test_a_pause_ends_with_the_process_that_was_paused(start_replica, replicas, facts, probe):
+    one = await start_replica()
+    one.answers = {"/health": HEALTHY, "/v1/models": MODELS, "/is_paused": ok(b'{"is_paused":true}')}
+    replicas.update(added=[one.id])
+    probe()
+    await wait_until(lambda: PauseReported(one.id, True) in facts)
+    one.answers["/health"] = ok(b"", "503 Service Unavailable")
+    await wait_until(lambda: ProbeAnswered(one.id, False, "HTTP 503") in facts)
+    del one.answers["/is_paused"]
+    one.answers["/health"] = HEALTHY
+    await wait_until(lambda: facts.of(PauseReported)[-1] == PauseReported(one.id, False))

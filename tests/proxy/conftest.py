@@ -54,8 +54,9 @@ async def running_gateway(
     routing: dict[str, Any] | None = None,
     feeds: dict[str, Any] | None = None,
 ) -> AsyncIterator[RunningGateway]:
+    quick = {"port": 0, "http": mode, "log": "off", "drain_delay_seconds": 0.0, "drain_seconds": 1.0}
     config = Config(
-        server=Server(**{"port": 0, "http": mode, "log": "off", "drain_seconds": 1.0, **(server or {})}),
+        server=Server(**{**quick, **(server or {})}),
         replicas=[Replica(url=replica.url) for replica in replicas],
         routing=Routing(**(routing or {})),
         upstream=Upstream(**(upstream or {})),

@@ -284,7 +284,9 @@ async def test_what_is_cut_off_at_the_end_is_still_recorded(
             assert await asyncio.wait_for(gateway.task, 10) == 0
             writer.close()
         await eventually(replica.exchanges[0].closed.is_set)
-    assert capfdbinary.readouterr().out.count(b'"route":"/v1/chat/completions"') == 1
+    out = capfdbinary.readouterr().out
+    assert out.count(b'"route":"/v1/chat/completions"') == 1
+    assert b'"outcome":"stopped"' in out
 
 
 async def test_a_place_given_to_a_client_that_just_left_goes_to_the_next() -> None:

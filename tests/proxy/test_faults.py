@@ -48,6 +48,7 @@ async def test_lost_connection_is_replayed_once_on_another_replica(mode: str) ->
 
 
 async def test_requests_that_create_state_are_never_replayed(mode: str) -> None:
+    """O-05, O-28."""
     first, second = ScriptedReplica(answer_after_going), ScriptedReplica(answer_after_going)
     async with first.running(), second.running(), running_gateway(first, second, mode=mode) as gateway:
         response = await gateway.client.post("/v1/responses", json={"model": "m", "input": "x"})
@@ -57,6 +58,7 @@ async def test_requests_that_create_state_are_never_replayed(mode: str) -> None:
 
 
 async def test_stateless_requests_are_replayed_at_most_once(mode: str) -> None:
+    """O-05 (a)."""
     replicas = [ScriptedReplica(answer_after_going) for _ in range(3)]
     async with replicas[0].running(), replicas[1].running(), replicas[2].running():
         async with running_gateway(*replicas, mode=mode) as gateway:
@@ -65,7 +67,7 @@ async def test_stateless_requests_are_replayed_at_most_once(mode: str) -> None:
 
 
 async def test_reused_connection_that_died_is_replaced_without_blame(mode: str) -> None:
-    """The keep-alive race: the replica closes an idle connection just as the gateway sends on it."""
+    """O-06, the keep-alive race: the replica closes an idle connection just as the gateway sends on it."""
 
     async def closes_on_second_use(exchange: Exchange) -> None:
         if exchange.on_connection == 2:
@@ -140,6 +142,8 @@ async def read_contents(stream: openai.AsyncStream[ChatCompletionChunk], into: l
 
 @pytest.mark.parametrize("how", ["reset", "end", "stall"])
 async def test_a_stream_that_breaks_raises_in_the_sdk(mode: str, how: str) -> None:
+    """O-03; and O-05 (c): it is not sent again."""
+
     async def script(exchange: Exchange) -> None:
         await broken_stream(exchange, how)
 
@@ -205,6 +209,8 @@ async def test_two_answers_to_one_request_do_not_reach_the_next_client(mode: str
 
 
 async def test_no_answer_in_time_is_a_504_and_not_sent_again(mode: str) -> None:
+    """O-05 (b), O-07 (a)."""
+
     async def silent(exchange: Exchange) -> None:
         await exchange.wait_closed()
 

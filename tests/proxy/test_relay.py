@@ -10,7 +10,7 @@ from gateway.core.router import Router
 from gateway.core.settings import RoutingSettings
 from gateway.proxy.errors import ConnectionLost
 from gateway.proxy.exchange import Completion
-from gateway.proxy.relay import Relay
+from gateway.proxy.relay import CANNOT_SCHEDULE, Relay
 from gateway.proxy.upstream import Connection, Header
 
 SSE = [(b"content-type", b"text/event-stream; charset=utf-8")]
@@ -126,7 +126,9 @@ def test_first_token_of_an_answer_in_one_piece_is_not_known() -> None:
 @pytest.mark.parametrize(
     ("status", "pieces", "outcome"),
     [
-        (200, [b"data: [DONE]\n\n"], Outcome.COMPLETED),
+        (200, [b'data: {"choices":[{"delta":{}}]}\n\n', b"data: [DONE]\n\n"], Outcome.COMPLETED),
+        (200, [b'data: {"choices":[],"usage":{"completion_tokens":0}}\n\n', b"data: [DONE]\n\n"], Outcome.DRAINING),
+        (500, [CANNOT_SCHEDULE], Outcome.DRAINING),
         (200, [b"data: {}\n\n", b'data: {"error":{"message":"died"}}\n\n', b"data: [DONE]\n\n"], Outcome.FAILED),
         (200, [b'event: error\ndata: {"type":"error","error":{}}\n\n'], Outcome.FAILED),
         (200, [b'data: {"choices":[{"delta":{"content":"data: {\\"error\\""}}]}\n\n'], Outcome.COMPLETED),

@@ -73,6 +73,15 @@ class Fleet:
         os.killpg(worker.pid, signal.SIGKILL)
         self.run(worker.wait())
 
+    def terminate(self, replica: str) -> None:
+        """SIGTERM to one replica, which finishes what it has begun."""
+        worker = self.workers[self.replicas.index(replica)]
+        assert worker.pid is not None
+        os.kill(worker.pid, signal.SIGTERM)
+
+    def wait_gone(self, replica: str) -> None:
+        self.run(self.workers[self.replicas.index(replica)].wait())
+
     def restart(self, replica: str) -> None:
         """Start a dead replica again, at its old address, and wait until it answers."""
         index = self.replicas.index(replica)
@@ -126,7 +135,8 @@ def replicas(background: Run[Any]) -> Iterator[Fleet]:
     workers = []
     for name in ("replica-1", "replica-2"):
         port = free_port()
-        command = command_line(preset, host=HOST, port=port, vllm=vllm, model=model)
+        drains = ("--shutdown-timeout", "20")
+        command = command_line(preset, host=HOST, port=port, vllm=vllm, model=model, extra=drains)
         workers.append(new_worker(name, command.argv, command.environment, base_url(HOST, port)))
     fleet = Fleet(background, workers)
     try:

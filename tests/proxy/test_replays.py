@@ -1,0 +1,317 @@
+"""When a request is sent once more, and when not: budget, switch, engines that shut down, deadlines."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+
+import httpx
+import pytest
+
+from gateway.proxy.replays import LEAST_BUDGET, Replays
+from tests.proxy.conftest import RunningGateway, eventually, running_gateway
+from tests.proxy.scripted import ANSWER, Exchange, ScriptedReplica
+from tests.proxy.test_faults import EVENT, answer_after_going, nothing_in_flight
+from tests.proxy.test_front_door import ODD_BODY, post, raw_request
+
+SHUTTING_DOWN = (
+    b'{"error":{"message":"cannot schedule new futures after shutdown","type":"InternalServerError","param":null,'
+    b'"code":500}}'
+)
+NOTHING = (
+    b'data: {"id":"c","object":"text_completion","created":1,"model":"m","choices":[],'
+    b'"usage":{"prompt_tokens":3,"total_tokens":3,"completion_tokens":0}}\n\ndata: [DONE]\n\n'
+)
+
+
+async def silent(exchange: Exchange) -> None:
+    await exchange.wait_closed(20)
+
+
+async def shuts_down(exchange: Exchange) -> None:
+    await exchange.answer(SHUTTING_DOWN, status="500 Internal Server Error")
+
+
+async def counted(gateway: RunningGateway, name: str) -> dict[str, float]:
+    """Values of one family by the rest of their lines."""
+    page = await gateway.metrics()
+    return {found[1]: float(found[2]) for found in re.finditer(rf"^{name}(\S*) (\S+)$", page, re.MULTILINE)}
+
+
+async def is_out(gateway: RunningGateway, replica: ScriptedReplica) -> bool:
+    states = await counted(gateway, "warmlane_replica_state")
+    return states[f'{{replica="{replica.url}",state="ejected"}}'] == 1.0
+
+
+def test_the_budget_is_a_fifth_of_the_requests_in_flight_and_never_under_three() -> None:
+    in_flight = 0
+    replays = Replays(lambda: in_flight)
+    assert [replays.take() for _ in range(4)] == [True, True, True, False]
+    in_flight = 100
+    assert sum(replays.take() for _ in range(40)) == 17
+    replays.give_back()
+    assert replays.take()
+    assert not replays.take()
+    assert replays.running == 20
+    assert LEAST_BUDGET == 3
+
+
+async def test_replays_beyond_the_budget_become_errors_and_are_counted(mode: str) -> None:
+    """O-05: when everything is lost at once, not everything is sent again."""
+    lost = asyncio.Event()
+
+    async def dies_with_the_others(exchange: Exchange) -> None:
+        if exchange.number > 10:
+            await exchange.wait_closed(20)  # second attempts: they run on, and hold the budget
+        await lost.wait()
+        exchange.reset()
+
+    replicas = [ScriptedReplica(dies_with_the_others), ScriptedReplica(dies_with_the_others)]
+    async with replicas[0].running(), replicas[1].running():
+        async with running_gateway(*replicas, mode=mode, routing={"policy": "round-robin"}) as gateway:
+            held = [asyncio.create_task(gateway.chat(f"{number}")) for number in range(20)]
+            await eventually(lambda: sum(len(one.exchanges) for one in replicas) == 20)
+            lost.set()
+            await eventually(lambda: sum(task.done() for task in held) >= 16)
+            ended = [task.result() for task in held if task.done()]
+            assert {response.status_code for response in ended} == {502}
+            refused = await counted(gateway, "warmlane_replays_refused_total")
+            replayed = await counted(gateway, "warmlane_replays_total")
+            assert refused[""] == len(ended)
+            assert 3 <= replayed['{cause="lost"}'] <= 4
+            assert sum(len(one.exchanges) for one in replicas) <= 24
+            for task in held:
+                task.cancel()
+            await asyncio.gather(*held, return_exceptions=True)
+
+
+async def test_a_replay_gives_its_place_in_the_budget_back(mode: str) -> None:
+    first, second = ScriptedReplica(answer_after_going), ScriptedReplica()
+    async with first.running(), second.running():
+        async with running_gateway(first, second, mode=mode, routing={"policy": "round-robin"}) as gateway:
+            for number in range(40):
+                assert (await gateway.chat(f"{number}")).status_code == 200
+            assert await counted(gateway, "warmlane_replays_refused_total") == {"": 0.0}
+
+
+async def test_replays_can_be_switched_off(mode: str) -> None:
+    """O-05: nothing that may have been begun is begun again, and so no request meets a dead kept connection either."""
+
+    async def works_then_resets_on_second_use(exchange: Exchange) -> None:
+        if b"lost" in exchange.body or exchange.on_connection == 2:
+            exchange.reset()
+        else:
+            await exchange.answer(ANSWER)
+
+    replicas = [ScriptedReplica(works_then_resets_on_second_use) for _ in range(2)]
+    async with replicas[0].running(), replicas[1].running():
+        async with running_gateway(*replicas, mode=mode, upstream={"replay": False}) as gateway:
+            for number in range(8):
+                assert (await gateway.chat(f"{number}")).status_code == 200
+            response = await gateway.chat("lost")
+            assert (response.status_code, response.json()["error"]["code"]) == (502, "replica_connection_lost")
+            exchanges = replicas[0].exchanges + replicas[1].exchanges
+            assert len(exchanges) == 9
+            assert {exchange.on_connection for exchange in exchanges} == {1}
+            assert await counted(gateway, "warmlane_replays_total") == {}
+
+
+async def test_replays_are_counted_by_their_cause(mode: str) -> None:
+    async def resets_on_second_use(exchange: Exchange) -> None:
+        if exchange.on_connection == 2:
+            exchange.reset()
+        else:
+            await exchange.answer(ANSWER)
+
+    async with ScriptedReplica(resets_on_second_use).running() as replica:
+        async with running_gateway(replica, mode=mode) as gateway:
+            for number in range(4):
+                assert (await gateway.chat(f"{number}")).status_code == 200
+            assert (await counted(gateway, "warmlane_replays_total"))['{cause="kept"}'] >= 1
+
+
+# -- engines that shut down
+
+
+async def test_a_request_that_meets_an_engine_that_shuts_down_goes_to_another(mode: str) -> None:
+    """The engine answers 500 and has done nothing; its health stays 200 until it is gone."""
+    leaving, staying = ScriptedReplica(shuts_down), ScriptedReplica()
+    async with leaving.running(), staying.running():
+        async with running_gateway(leaving, staying, mode=mode, routing={"policy": "round-robin"}) as gateway:
+            for number in range(10):
+                response = await gateway.chat(f"{number}")
+                assert (response.status_code, response.headers["x-warmlane-replica"]) == (200, staying.url)
+            assert len(leaving.exchanges) <= 2, "one sign is enough; later only trials"
+            assert await is_out(gateway, leaving)
+            assert (await counted(gateway, "warmlane_replays_total"))['{cause="draining"}'] >= 1
+            leaving.script = staying.script
+
+            async def is_back() -> bool:
+                await gateway.chat("again")
+                return not await is_out(gateway, leaving)
+
+            await eventually(is_back)
+
+
+async def test_where_there_is_no_other_an_engine_that_shuts_down_is_a_503(mode: str) -> None:
+    async with ScriptedReplica(shuts_down).running() as replica, running_gateway(replica, mode=mode) as gateway:
+        response = await gateway.chat()
+        assert (response.status_code, response.json()["error"]["code"]) == (503, "replica_draining")
+        assert int(response.headers["retry-after"]) >= 1
+
+
+async def test_a_request_that_creates_state_gets_the_engines_own_answer_and_takes_it_out(mode: str) -> None:
+    async with ScriptedReplica(shuts_down).running() as replica, running_gateway(replica, mode=mode) as gateway:
+        response = await gateway.client.post("/v1/responses", json={"model": "m", "input": "x"})
+        assert (response.status_code, response.content) == (500, SHUTTING_DOWN)
+        assert await is_out(gateway, replica)
+
+
+async def test_a_stream_without_anything_passes_and_takes_its_engine_out(mode: str) -> None:
+    async def says_nothing(exchange: Exchange) -> None:
+        await exchange.start_stream()
+        await exchange.chunk(NOTHING)
+        await exchange.end_stream()
+
+    leaving, staying = ScriptedReplica(says_nothing), ScriptedReplica()
+    async with leaving.running(), staying.running():
+        async with running_gateway(leaving, staying, mode=mode, routing={"policy": "round-robin"}) as gateway:
+            bodies = [(await gateway.chat(f"{number}", stream=True)).content for number in range(6)]
+            assert bodies.count(NOTHING) == len(leaving.exchanges) <= 2
+            assert await is_out(gateway, leaving)
+
+
+@pytest.mark.parametrize("size", [3, 5_000, 200_000])
+async def test_other_500s_pass_unchanged_in_any_pieces(mode: str, size: int) -> None:
+    body = b"x" * size + b" out of memory"
+
+    async def script(exchange: Exchange) -> None:
+        await exchange.send(b"HTTP/1.1 500 Oops\r\nx-kept: 1\r\ncontent-length: %d\r\n\r\n" % len(body))
+        for start in range(0, len(body), 1_500):
+            await exchange.send(body[start : start + 1_500])
+            await asyncio.sleep(0)
+
+    async with ScriptedReplica(script).running() as replica, running_gateway(replica, mode=mode) as gateway:
+        response = await gateway.chat()
+        assert (response.status_code, response.content, response.headers["x-kept"]) == (500, body, "1")
+
+
+async def test_a_500_that_breaks_off_is_a_clear_error(mode: str) -> None:
+    async def script(exchange: Exchange) -> None:
+        await exchange.send(b"HTTP/1.1 500 Oops\r\ncontent-length: 100\r\n\r\nhalf of")
+        exchange.writer.close()
+
+    async with ScriptedReplica(script).running() as replica, running_gateway(replica, mode=mode) as gateway:
+        response = await gateway.chat()
+        assert (response.status_code, response.json()["error"]["code"]) == (502, "replica_connection_lost")
+        assert len(replica.exchanges) == 1
+
+
+# -- nobody can be reached
+
+
+async def test_nothing_reachable_is_a_fast_503_with_retry_after(mode: str) -> None:
+    """O-04, O-07."""
+    replicas = [ScriptedReplica() for _ in range(3)]
+    async with replicas[0].running(), replicas[1].running(), replicas[2].running():
+        async with running_gateway(*replicas, mode=mode) as gateway:
+            for replica in replicas:
+                await replica.stop()
+            for _ in range(6):
+                response = await gateway.chat()
+                assert response.status_code == 503
+                assert response.json()["error"]["code"] in ("replica_unreachable", "no_replica")
+                assert int(response.headers["retry-after"]) >= 1
+            assert (await gateway.client.get("/health")).status_code == 200
+
+
+# -- deadlines
+
+
+async def test_a_request_that_is_not_answered_in_its_time_is_a_504_and_its_work_is_stopped(mode: str) -> None:
+    async with ScriptedReplica(silent).running() as replica:
+        async with running_gateway(replica, mode=mode, upstream={"deadline_seconds": 0.3}) as gateway:
+            response = await gateway.chat()
+            assert (response.status_code, response.json()["error"]["code"]) == (504, "deadline_exceeded")
+            await replica.exchanges[0].wait_closed(2)
+            await eventually(lambda: nothing_in_flight(gateway))
+            assert 'outcome="overdue"' in await gateway.metrics()
+            assert len(replica.exchanges) == 1
+            assert not await is_out(gateway, replica)
+
+
+async def test_a_client_may_ask_for_less_time_and_never_for_more(mode: str) -> None:
+    async with ScriptedReplica(silent).running() as replica:
+        async with running_gateway(replica, mode=mode, upstream={"deadline_seconds": 0.5}) as gateway:
+            for given in ("0.1", "900", "soon", "-1"):
+                headers = {"x-request-timeout": given}
+                response = await gateway.client.post("/v1/completions", json={"model": "m"}, headers=headers)
+                assert response.json()["error"]["code"] == "deadline_exceeded"
+                assert replica.exchanges[-1].header("x-request-timeout") == given
+                assert (response.elapsed.total_seconds() < 0.4) == (given == "0.1")
+
+
+async def test_a_deadline_in_mid_stream_is_an_explicit_end(mode: str) -> None:
+    async def endless(exchange: Exchange) -> None:
+        await exchange.start_stream()
+        while not exchange.closed.is_set():
+            await exchange.chunk(EVENT)
+            await asyncio.sleep(0.02)
+
+    async with ScriptedReplica(endless).running() as replica, running_gateway(replica, mode=mode) as gateway:
+        answer = await raw_request(gateway, post(ODD_BODY, headers=b"x-request-timeout: 0.3\r\n", close=False))
+        assert answer.count(EVENT) >= 2
+        assert answer.count(b'data: {"error":') == 1
+        assert b"deadline_exceeded" in answer
+        assert b"[DONE]" not in answer
+        assert not answer.endswith(b"0\r\n\r\n")
+        await replica.exchanges[0].wait_closed(2)
+        await eventually(lambda: nothing_in_flight(gateway))
+
+
+async def test_a_deadline_counts_while_a_request_waits_for_its_turn(mode: str) -> None:
+    async with ScriptedReplica(silent).running() as replica:
+        async with running_gateway(replica, mode=mode, routing={"max_in_flight": 1}) as gateway:
+            held = asyncio.create_task(gateway.chat("held"))
+            await eventually(lambda: bool(replica.exchanges))
+            headers = {"x-request-timeout": "0.2"}
+            response = await gateway.client.post("/v1/completions", json={"model": "m"}, headers=headers)
+            assert (response.status_code, response.json()["error"]["code"]) == (504, "deadline_exceeded")
+            assert len(replica.exchanges) == 1
+            held.cancel()
+            await asyncio.gather(held, return_exceptions=True)
+
+
+async def test_a_deadline_that_is_met_changes_nothing(mode: str) -> None:
+    async with ScriptedReplica().running() as replica:
+        async with running_gateway(replica, mode=mode, upstream={"deadline_seconds": 0.3}) as gateway:
+            _, writer = await gateway.connect()
+            assert (await gateway.chat()).content == ANSWER
+            await asyncio.sleep(0.5)  # past the deadline of the first
+            assert (await gateway.chat()).content == ANSWER
+            assert len(replica.exchanges) == 2
+            writer.close()
+
+
+# -- drain
+
+
+async def test_during_the_announced_delay_new_requests_are_served_and_connections_end(mode: str) -> None:
+    async with ScriptedReplica().running() as replica:
+        async with running_gateway(replica, mode=mode, server={"drain_delay_seconds": 1.0}) as gateway:
+            assert "close" not in (await gateway.chat()).headers.get("connection", "")
+            gateway.stop()
+
+            async def unready() -> bool:
+                return (await gateway.client.get("/ready")).status_code == 503
+
+            await eventually(unready)
+            async with httpx.AsyncClient(base_url=gateway.url, trust_env=False) as fresh:
+                body = {"model": "m", "messages": []}
+                response = await fresh.post("/v1/chat/completions", json=body)
+                assert response.status_code == 200
+                if mode == "fast":
+                    assert response.headers["connection"] == "close"
+            assert json.loads((await gateway.client.get("/ready")).content) == {"ready": False, "draining": True}
+            assert await asyncio.wait_for(gateway.task, 10) == 0
