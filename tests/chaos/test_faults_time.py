@@ -17,6 +17,7 @@ import pytest
 from tests.chaos.conftest import Figures
 from tests.chaos.openloop import Load, Result, Traffic, ask, ends, percentile
 from tests.chaos.rig import SHORT, GatewayProcess, ScriptedReplica, eventually, span, standing
+from tests.chaos.test_faults_loss import split_at
 
 CONNECT_SECONDS = 2.0
 """The gateway's own limit for a connection, as it is by default."""
@@ -113,8 +114,7 @@ async def test_11_a_name_moves_to_another_address(names: dict[str, str], tmp_pat
                 await eventually(lambda: bool(new.received()), "the new address is used", 20.0)
                 await asyncio.sleep(span(6.0, 4.0))
         first = new.received()[0].at - moved_at
-    begun = [r for r in load.results if r.head_at is not None and r.head_at < moved_at]
-    rest = [r for r in load.results if r not in begun]
+    begun, rest = split_at(load.results, moved_at)
     waits = [r.head_at - r.sent_at for r in rest if r.head_at is not None]
     errors = [r for r in rest if not r.ok]
     replay = percentile([r.head_at - r.sent_at for r in begun if r.head_at is not None], 0.99)
