@@ -17,6 +17,7 @@ from setuptools.errors import CompileError
 
 COMPILED = [
     "gateway/prompt.py",
+    "gateway/series.py",
     "gateway/telemetry.py",
     *(
         f"gateway/core/{name}.py"

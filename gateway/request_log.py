@@ -34,12 +34,16 @@ class RequestRecord(msgspec.Struct, gc=False):
     """Unix time of the end."""
     model: str = ""
     """As the client wrote it; empty when it named none."""
+    tenant: str = ""
+    """Whose request it is; empty as long as there are no tenants."""
     status: int = 0
     """As sent to the client; 0 when it left before."""
     outcome: str = ""
     """Value of `Outcome`. For a request that no replica got: as if the gateway were one."""
     error: str = ""
     """Short code of a closed set, empty when nothing went wrong."""
+    shed: str = ""
+    """Value of `ShedReason` when the gateway itself refused it; else empty."""
     stream: bool = False
     replica: str = ""
     """The last that was tried; empty when none was."""

@@ -28,7 +28,7 @@ class Reconsiders(Protocol):
 
 
 class Counts(Protocol):
-    """Where the answers of one shadow are counted (`gateway.telemetry.ShadowSeries`)."""
+    """Where the answers of one shadow are counted (`gateway.series.ShadowSeries`)."""
 
     def agreed(self, live: Decision) -> None: ...
     def differed(self, live: Decision, shadow: Decision, regret_seconds: float) -> None: ...

@@ -8,20 +8,18 @@ a model name counts by itself once a replica listed it (all others are `other`),
 from __future__ import annotations
 
 import time
-from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib.metadata import version
-from itertools import accumulate
 from typing import Any, BinaryIO, Literal, Protocol
 
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from gateway.core.admission import ShedReason
 from gateway.core.model import (
-    Decision,
     HealthState,
     Outcome,
     ReplicaId,
@@ -31,6 +29,19 @@ from gateway.core.model import (
 )
 from gateway.prefix_log import PrefixLog
 from gateway.request_log import RequestLog, RequestRecord
+from gateway.series import (
+    DURATION_BOUNDS,
+    ERROR_BOUNDS,
+    LAG_BOUNDS,
+    OVERHEAD_BOUNDS,
+    REGRET_BOUNDS,
+    TTFT_BOUNDS,
+    WAIT_BOUNDS,
+    CachedTokens,
+    Histogram,
+    ModelSeries,
+    ShadowSeries,
+)
 
 __all__ = ["FAMILIES", "RequestRecord", "Telemetry"]
 
@@ -38,21 +49,10 @@ MAX_MODELS = 50
 """Model names with series of their own. Each has some 60; adapters that come and go must not add up for ever."""
 MODELS_REFRESH_SECONDS = 1.0
 """Least time between two looks at the replicas' lists, however many unknown names are asked for."""
+MAX_TENANTS = 100
+"""Tenants with series of their own; more are `other`. Names come from the operator's key file, so few have more."""
 OTHER, UNNAMED = "other", "none"
 STATUS_CLASSES = {2: "2xx", 3: "3xx", 4: "4xx", 5: "5xx"}
-
-DURATION_BOUNDS = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
-"""Seconds: from a classification to a long answer of an agent."""
-TTFT_BOUNDS = (0.02, 0.05, 0.1, 0.2, 0.35, 0.5, 0.75, 1.0, 1.5, 2.5, 5.0, 10.0, 30.0, 60.0)
-"""Seconds: warm and cold prefills of 2k to 30k tokens lie between 20 ms and 1.1 s on one H200; the rest is queueing."""
-OVERHEAD_BOUNDS = (0.00005, 0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.05)
-"""Seconds: the gateway's own work is a fraction of a millisecond; above a few, its event loop was late."""
-WAIT_BOUNDS = (0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
-"""Seconds: up to the longest that a request may wait."""
-REGRET_BOUNDS = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
-"""Seconds: from a tie to the prefill of a long prompt, weighted as policies do."""
-ERROR_BOUNDS = (-0.5, -0.2, -0.1, -0.05, -0.02, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
-"""Share of the prompt. Within 2 % is the grain of blocks; a tenth and more is a belief that misleads the policy."""
 
 Kind = Literal["counter", "gauge", "histogram"]
 
@@ -117,10 +117,17 @@ REPLAYS = Family("counter", "warmlane_replays_total", "Requests sent to a replic
 REPLAYS_REFUSED = Family(
     "counter", "warmlane_replays_refused_total", "Lost requests not sent again: too many were at that moment."
 )
-SHED = Family("counter", "warmlane_shed_total", "Requests that the gateway itself refused with 429.")
+ADMITTED = Family("counter", "warmlane_admitted_total", "Requests that were let in and sent.", ("tenant",))
+SHED = Family(
+    "counter", "warmlane_shed_total", "Requests that the gateway itself refused with 429.", ("tenant", "reason")
+)
 REQUEST_BYTES = Family("counter", "warmlane_request_bytes_total", "Bytes of request bodies.")
 RESPONSE_BYTES = Family("counter", "warmlane_response_bytes_total", "Bytes of answers relayed.")
 LOG_RECORDS_LOST = Family("counter", "warmlane_log_records_lost_total", "Log records that nobody read in time.")
+LOOP_LAG_SECONDS = Family(
+    "histogram", "warmlane_loop_lag_seconds", "How late the event loop was, looked at regularly.", (), LAG_BOUNDS
+)
+TASKS = Family("gauge", "warmlane_tasks", "Tasks of the event loop.")
 BUILD = Family("gauge", "warmlane_build_info", "Always 1.", ("version",))
 IN_FLIGHT = Family("gauge", "warmlane_in_flight_requests", "Requests now at replicas.")
 WAITING = Family("gauge", "warmlane_waiting_requests", "Requests now waiting at the gate.")
@@ -172,10 +179,13 @@ FAMILIES: tuple[Family, ...] = (
     ATTEMPTS,
     REPLAYS,
     REPLAYS_REFUSED,
+    ADMITTED,
     SHED,
     REQUEST_BYTES,
     RESPONSE_BYTES,
     LOG_RECORDS_LOST,
+    LOOP_LAG_SECONDS,
+    TASKS,
     BUILD,
     IN_FLIGHT,
     WAITING,
@@ -193,72 +203,6 @@ class StatisticsSource(Protocol):
     def statistics(self, now: float) -> RouterStatistics: ...
 
 
-class Histogram:
-    __slots__ = ("bounds", "counts", "total")
-
-    def __init__(self, bounds: tuple[float, ...]) -> None:
-        self.bounds = bounds
-        self.counts = [0] * (len(bounds) + 1)
-        self.total = 0.0
-
-    def observe(self, value: float) -> None:
-        self.counts[bisect_left(self.bounds, value)] += 1
-        self.total += value
-
-    def buckets(self) -> list[tuple[str, float]]:
-        """Cumulative counts by upper bound, as the text format wants them."""
-        names = [*(repr(bound) for bound in self.bounds), "+Inf"]
-        return [(name, float(count)) for name, count in zip(names, accumulate(self.counts), strict=True)]
-
-
-class ModelSeries:
-    """The series of one model label."""
-
-    __slots__ = ("completion_tokens", "label", "prompt_tokens", "seconds", "ttft")
-
-    def __init__(self, label: str) -> None:
-        self.label = label
-        self.seconds = Histogram(DURATION_BOUNDS)
-        self.ttft = Histogram(TTFT_BOUNDS)
-        self.prompt_tokens = 0
-        self.completion_tokens = 0
-
-
-class ShadowSeries:
-    """The series of one shadow policy (`gateway.shadow`)."""
-
-    __slots__ = ("cached_live", "cached_shadow", "failures", "other", "policy", "regret", "same")
-
-    def __init__(self, policy: str) -> None:
-        self.policy = policy
-        self.same = self.other = self.failures = 0
-        self.cached_live = self.cached_shadow = 0
-        self.regret = Histogram(REGRET_BOUNDS)
-
-    def agreed(self, live: Decision) -> None:
-        self.same += 1
-        self.cached_live += live.cached_tokens
-        self.cached_shadow += live.cached_tokens
-
-    def differed(self, live: Decision, shadow: Decision, regret_seconds: float) -> None:
-        self.other += 1
-        self.regret.observe(regret_seconds)
-        self.cached_live += live.cached_tokens
-        self.cached_shadow += shadow.cached_tokens
-
-    def failed(self) -> None:
-        self.failures += 1
-
-
-class CachedTokens:
-    """What was predicted and what was reported, of one replica, over the same requests."""
-
-    __slots__ = ("predicted", "reported")
-
-    def __init__(self) -> None:
-        self.predicted = self.reported = 0
-
-
 class Telemetry(Collector):
     """`request_ended` and `attempt_ended` count, `render` shows. One event loop calls all of it."""
 
@@ -268,18 +212,21 @@ class Telemetry(Collector):
         router: StatisticsSource,
         log: BinaryIO | None,
         log_blocks: bool = False,
+        tasks: Callable[[], int] = lambda: 0,
         clock: Callable[[], float] = time.monotonic,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
         self._router = router
         self._log = RequestLog(log) if log is not None else None
         self._prefixes = PrefixLog() if log is not None and log_blocks else None
+        self._tasks = tasks
         self._clock = clock
         self._wall_clock = wall_clock
         self._other = ModelSeries(OTHER)
         self._series: dict[str, ModelSeries] = {"": ModelSeries(UNNAMED)}
         """By model name as requests carry it."""
         self._models_due = clock()
+        self._tenants: set[str] = set()
         self._requests: dict[tuple[str, str, str, str], int] = defaultdict(int)
         self._decisions: dict[tuple[str, str], int] = defaultdict(int)
         self._cached: dict[tuple[str], int] = {("predicted",): 0, ("reported",): 0, ("unconfirmed",): 0}
@@ -291,7 +238,10 @@ class Telemetry(Collector):
         self._replays_refused = 0
         self._overhead = Histogram(OVERHEAD_BOUNDS)
         self._wait = Histogram(WAIT_BOUNDS)
-        self._shed = self._request_bytes = self._response_bytes = 0
+        self._loop_lag = Histogram(LAG_BOUNDS)
+        self._admitted: dict[tuple[str], int] = {(UNNAMED,): 0}
+        self._shed: dict[tuple[str, str], int] = {(UNNAMED, reason.value): 0 for reason in ShedReason}
+        self._request_bytes = self._response_bytes = 0
         self._registry = CollectorRegistry()
         self._registry.register(self)
         ProcessCollector(registry=self._registry)
@@ -315,13 +265,16 @@ class Telemetry(Collector):
             series.ttft.observe(record.ttft_seconds)
         if record.replica:
             self._count_sent(record, series)
-        elif record.status == 429:
-            self._shed += 1
+        elif record.shed:
+            refusal = (self._tenant_label(record.tenant), record.shed)
+            self._shed[refusal] = self._shed.get(refusal, 0) + 1
         if self._log is not None:
             record.time = self._wall_clock()
             self._log.add(record)
 
     def _count_sent(self, record: RequestRecord, series: ModelSeries) -> None:
+        tenant = (self._tenant_label(record.tenant),)
+        self._admitted[tenant] = self._admitted.get(tenant, 0) + 1
         self._decisions[record.policy, record.reason] += 1
         if record.overhead_seconds:
             self._overhead.observe(record.overhead_seconds)
@@ -359,6 +312,10 @@ class Telemetry(Collector):
     def replay_refused(self) -> None:
         self._replays_refused += 1
 
+    def loop_was_late(self, seconds: float) -> None:
+        """One look at the event loop: something that was due ran so much later."""
+        self._loop_lag.observe(max(0.0, seconds))
+
     def shadow(self, policy: str) -> ShadowSeries:
         """Where a shadow policy of this name is counted, from now on also on the page."""
         series = ShadowSeries(policy)
@@ -388,6 +345,16 @@ class Telemetry(Collector):
                     if not known and len(self._series) <= MAX_MODELS:
                         self._series[card.id] = ModelSeries(card.id)
         return self._series.get(model, self._other)
+
+    def _tenant_label(self, tenant: str) -> str:
+        """Its name as long as there are few."""
+        if not tenant:
+            return UNNAMED
+        if tenant not in self._tenants:
+            if len(self._tenants) >= MAX_TENANTS:
+                return OTHER
+            self._tenants.add(tenant)
+        return tenant
 
     def _forget_replicas_except(self, present: Iterable[ReplicaId]) -> None:
         kept = frozenset(present)
@@ -433,10 +400,13 @@ class Telemetry(Collector):
         yield _counter(ATTEMPTS, self._attempts)
         yield _counter(REPLAYS, self._replays)
         yield _counter(REPLAYS_REFUSED, {(): self._replays_refused})
-        yield _counter(SHED, {(): self._shed})
+        yield _counter(ADMITTED, self._admitted)
+        yield _counter(SHED, self._shed)
         yield _counter(REQUEST_BYTES, {(): self._request_bytes})
         yield _counter(RESPONSE_BYTES, {(): self._response_bytes})
         yield _counter(LOG_RECORDS_LOST, {(): self._log.lost if self._log is not None else 0})
+        yield _histogram(LOOP_LAG_SECONDS, {(): self._loop_lag})
+        yield _gauge_family(TASKS, [((), self._tasks())])
 
     def _prediction_families(self) -> Iterator[Metric]:
         both: dict[tuple[str, str], int] = {}

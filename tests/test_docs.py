@@ -18,6 +18,7 @@ from msgspec import NODEFAULT, structs
 
 from gateway.cli import cli
 from gateway.config import Config, load
+from gateway.core.admission import ShedReason
 from gateway.core.model import HealthState, Outcome, Reason
 from gateway.core.settings import POLICY_NAMES
 from gateway.request_log import RequestRecord
@@ -105,7 +106,7 @@ def test_every_metric_is_documented_with_its_kind_and_labels_and_no_other():
 
 
 def test_every_label_value_is_documented():
-    for value in [*Outcome, *Reason, *HealthState]:
+    for value in [*Outcome, *Reason, *HealthState, *ShedReason]:
         assert f"`{value.value}`" in METRICS
 
 

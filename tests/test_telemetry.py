@@ -28,7 +28,8 @@ from gateway.core.model import (
     RouterStatistics,
 )
 from gateway.request_log import MAX_UNWRITTEN_BYTES, RequestLog
-from gateway.telemetry import FAMILIES, MAX_MODELS, Histogram, RequestRecord, Telemetry
+from gateway.series import Histogram
+from gateway.telemetry import FAMILIES, MAX_MODELS, MAX_TENANTS, RequestRecord, Telemetry
 
 ONE, TWO = ReplicaId("http://10.0.0.1:8000"), ReplicaId("http://10.0.0.2:8000")
 
@@ -194,19 +195,57 @@ def test_the_answers_of_a_shadow_policy_are_counted(telemetry):
 
 
 def test_a_request_that_no_replica_got_is_no_decision(telemetry):
-    telemetry.request_ended(ended(replica="", policy="", reason="", status=429, outcome="refused"))
+    telemetry.request_ended(ended(replica="", policy="", reason="", status=429, outcome="refused", shed="full"))
     telemetry.request_ended(ended(replica="", policy="", reason="", status=503, outcome="refused"))
-    assert value(telemetry, "warmlane_shed_total") == 1
+    assert value(telemetry, "warmlane_shed_total", tenant="none", reason="full") == 1
+    assert value(telemetry, "warmlane_admitted_total", tenant="none") == 0
     assert not [name for name, _ in samples(telemetry) if name == "warmlane_decisions_total"]
     assert value(telemetry, "warmlane_overhead_seconds_count") == 0
 
 
 def test_a_429_of_a_replica_is_not_shed_by_the_gateway(telemetry):
     telemetry.request_ended(ended(status=429, outcome="refused"))
-    assert value(telemetry, "warmlane_shed_total") == 0
+    assert [count for (name, _), count in samples(telemetry).items() if name == "warmlane_shed_total"] == [0, 0, 0]
+    assert value(telemetry, "warmlane_admitted_total", tenant="none") == 1
+
+
+def test_what_each_tenant_lost_can_be_told(telemetry):
+    for tenant, shed in (("a", ""), ("a", "full"), ("a", "displaced"), ("a", "full"), ("b", ""), ("b", "overdue")):
+        telemetry.request_ended(ended(tenant=tenant, shed=shed, replica="" if shed else ONE))
+    shed = {key: count for key, count in telemetry_by_tenant(telemetry, "warmlane_shed_total").items() if count}
+    assert shed == {("a", "full"): 2, ("a", "displaced"): 1, ("b", "overdue"): 1}
+    assert telemetry_by_tenant(telemetry, "warmlane_admitted_total") == {("none",): 0, ("a",): 1, ("b",): 1}
+
+
+def telemetry_by_tenant(telemetry, name: str) -> dict[tuple[str, ...], float]:
+    found = ((dict(labels), count) for (one, labels), count in samples(telemetry).items() if one == name)
+    return {tuple(labels[label] for label in ("tenant", "reason") if label in labels): count for labels, count in found}
+
+
+def test_tenants_have_a_ceiling(telemetry):
+    for number in range(10 * MAX_TENANTS):
+        telemetry.request_ended(ended(tenant=f"tenant-{number}"))
+    admitted = telemetry_by_tenant(telemetry, "warmlane_admitted_total")
+    assert len(admitted) == MAX_TENANTS + 2
+    assert admitted["other",] == 9 * MAX_TENANTS
+
+
+def test_a_tenant_named_like_a_fold_does_not_break_the_page(telemetry):
+    for tenant in ("none", "", "other"):
+        telemetry.request_ended(ended(tenant=tenant))
+    assert telemetry_by_tenant(telemetry, "warmlane_admitted_total") == {("none",): 2, ("other",): 1}
+
+
+def test_how_late_the_loop_was(telemetry):
+    for seconds in (-0.0001, 0.0004, 0.0004, 0.03):
+        telemetry.loop_was_late(seconds)
+    assert value(telemetry, "warmlane_loop_lag_seconds_bucket", le="0.001") == 3
+    assert value(telemetry, "warmlane_loop_lag_seconds_bucket", le="0.05") == 4
+    assert value(telemetry, "warmlane_loop_lag_seconds_sum") == pytest.approx(0.0308)
 
 
 def test_made_up_model_names_share_one_series_and_rarely_ask_the_router(router):
+    """O-25."""
     now = 0.0
     telemetry = Telemetry(router=router, log=None, clock=lambda: now)
     telemetry.request_ended(ended(model="tiny"))

@@ -46,10 +46,30 @@ class TicketState(Enum):
     LEFT = "left"
 
 
+class ShedReason(Enum):
+    """Why the gateway refused a request; a metric label, so a closed set."""
+
+    FULL = "full"
+    """It came to a full waiting room."""
+    DISPLACED = "displaced"
+    """It waited, and made room for one with more right to wait."""
+    OVERDUE = "overdue"
+    """It waited too long."""
+
+
 class Ticket:
     """One request at the door."""
 
-    __slots__ = ("_admission", "_flight", "arrived_at", "prefill_seconds", "request", "retry_after", "state")
+    __slots__ = (
+        "_admission",
+        "_flight",
+        "arrived_at",
+        "prefill_seconds",
+        "request",
+        "retry_after",
+        "shed_reason",
+        "state",
+    )
 
     def __init__(self, admission: Admission, request: RouteRequest, prefill_seconds: float, now: float) -> None:
         self._admission = admission
@@ -59,6 +79,7 @@ class Ticket:
         self.state = TicketState.WAITING
         self.retry_after: float | None = None
         """Seconds, once it was shed."""
+        self.shed_reason: ShedReason | None = None
         self._flight: Flight | None = None
 
     def __repr__(self) -> str:
@@ -124,7 +145,7 @@ class Release:
     again_at: float | None
     """Ask again at this time at the latest; `None` while nobody waits."""
     shed: list[Ticket]
-    """They waited too long, or had to make room for others; each has `retry_after`."""
+    """They waited too long, or had to make room for others; each has `retry_after` and `shed_reason`."""
 
 
 class Tenant:
@@ -231,7 +252,7 @@ class Admission:
         """It must wait, though there may be room."""
         ticket = Ticket(self, request, prefill_seconds, now)
         if self.waiting >= self._max_waiting and not self._make_room_for(request):
-            return Shed(ticket, self._shed(ticket))
+            return Shed(ticket, self._shed(ticket, ShedReason.FULL))
         self._wait(ticket)
         return Waiting(ticket)
 
@@ -331,7 +352,7 @@ class Admission:
             return False
         ticket = room[greediest].newest()
         self._gone(ticket)
-        self._shed(ticket)
+        self._shed(ticket, ShedReason.DISPLACED)
         self._displaced.append(ticket)
         return True
 
@@ -380,13 +401,14 @@ class Admission:
                     break
                 arrivals.popleft()
                 self._gone(oldest)
-                self._shed(oldest)
+                self._shed(oldest, ShedReason.OVERDUE)
                 shed.append(oldest)
             else:
                 arrivals.popleft()
         return shed
 
-    def _shed(self, ticket: Ticket) -> float:
+    def _shed(self, ticket: Ticket, reason: ShedReason) -> float:
         ticket.state = TicketState.SHED
+        ticket.shed_reason = reason
         ticket.retry_after = min(max(1.0, (self.waiting + 1) * self._departure_seconds), LONGEST_RETRY_SECONDS)
         return ticket.retry_after

@@ -104,6 +104,7 @@ async def serve(door: FrontDoor, scope: Message, receive: Receive, send: Send) -
         received_at=door.clock(),
         response_id=response_id,
     )
+    del body  # the call has it, as long as it may have to be sent again
     await exchange(door, call, receive, send)
 
 

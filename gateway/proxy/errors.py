@@ -37,11 +37,12 @@ class NotOpen(Exception):
 
 
 class Overloaded(Exception):
-    """The waiting room is full, or the wait too long. `retry_after` in seconds."""
+    """The waiting room is full, or the wait too long. `retry_after` in seconds, `reason` a value of `ShedReason`."""
 
-    def __init__(self, retry_after: float) -> None:
+    def __init__(self, retry_after: float, reason: str) -> None:
         super().__init__("The gateway is at capacity. Please retry later.")
         self.retry_after = retry_after
+        self.reason = reason
 
 
 class UpstreamError(Exception):

@@ -145,6 +145,7 @@ class FrontDoor:
         try:
             request = self.read(call, forwarding)
             record.model = request.model or ""
+            record.tenant = request.tenant
             self.telemetry.request_read(record, request)
             came = self.clock()
             ticket = await self.gate.enter(request)
@@ -281,6 +282,7 @@ class FrontDoor:
         while True:
             relay = Relay(
                 client,
+                call,
                 flight,
                 self.gate.first_token,
                 extra,
@@ -388,6 +390,8 @@ class FrontDoor:
         record.status = refusal.status
         record.error = refusal.code
         record.outcome = blame_outcome(error).value
+        if isinstance(error, Overloaded):
+            record.shed = error.reason
         headers = [*refusal.headers, (b"x-request-id", record.request_id.encode())]
         client.start(refusal.status, headers)
         client.write(refusal.body, True)

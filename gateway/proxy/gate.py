@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from gateway.core.admission import Shed, Ticket, Waiting
+from gateway.core.admission import Shed, ShedReason, Ticket, Waiting
 from gateway.core.flight import Flight
 from gateway.core.model import RouteRequest
 from gateway.core.router import Router
@@ -29,7 +29,7 @@ class Gate:
         """Returns when the request may be decided; the caller must `leave` with the ticket. Raises `Overloaded`."""
         answer = self._router.admit(request, self._clock())
         if isinstance(answer, Shed):
-            raise Overloaded(answer.retry_after)
+            raise refusal(answer.ticket)
         if isinstance(answer, Waiting):
             await self._wait(answer.ticket)
         return answer.ticket
@@ -55,7 +55,7 @@ class Gate:
                 future.set_result(None)
         for ticket in released.shed:
             if (future := self._waiting.get(ticket)) is not None and not future.done():
-                future.set_exception(Overloaded(ticket.retry_after or 1.0))
+                future.set_exception(refusal(ticket))
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -75,3 +75,9 @@ class Gate:
             raise
         finally:
             del self._waiting[ticket]
+
+
+def refusal(ticket: Ticket) -> Overloaded:
+    """What the client of a ticket that was shed is told."""
+    reason = ticket.shed_reason or ShedReason.FULL
+    return Overloaded(ticket.retry_after or 1.0, reason.value)

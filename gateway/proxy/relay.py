@@ -2,9 +2,10 @@
 
 The relay is the sink of an upstream `Connection`. Whatever arrives is written to the client at once; on the side it
 notices the first token (in a stream of events), the usage at the end, an error event inside a 200, and the id of a
-stored response. It keeps the last two pieces for that, never the whole answer. `finished` resolves once: to `True`
-when the answer is complete, to `False` when another attempt may be made because nothing has reached the client yet.
-Only a 500 is held back, a moment, for it may say that the engine shuts down and somebody else should be asked.
+stored response. It keeps the last few KB for that, however finely they were cut, never the whole answer. `finished`
+resolves once: to `True` when the answer is complete, to `False` when another attempt may be made because nothing has
+reached the client yet. Only a 500 is held back, a moment, for it may say that the engine shuts down and somebody else
+should be asked.
 """
 
 from __future__ import annotations
@@ -56,6 +57,9 @@ MAX_HELD_BYTES = 4 * 1024
 
 TAIL_BYTES = 16 * 1024
 """How much of the end of an answer is searched for its usage; vLLM puts it last."""
+JOIN_BELOW_BYTES = 2_048
+"""Pieces are kept as one up to this size: usage and an error event are found also where the network, or a proxy before
+the replica, cut them into single bytes. Larger ones are kept as they came, the last two of them."""
 
 
 class Client(Protocol):
@@ -67,6 +71,12 @@ class Client(Protocol):
     def start(self, status: int, headers: list[Header]) -> None: ...
     def write(self, data: bytes, last: bool) -> None: ...
     def abort(self) -> None: ...
+
+
+class Sent(Protocol):
+    """The request that was sent."""
+
+    body: bytes
 
 
 class Relay:
@@ -84,6 +94,7 @@ class Relay:
         "_last",
         "_movable",
         "_previous",
+        "_sent",
         "_streaming",
         "_wants_id",
         "error",
@@ -97,6 +108,7 @@ class Relay:
     def __init__(
         self,
         client: Client,
+        sent: Sent,
         flight: Flight,
         first_token: Callable[[Flight, float], None],
         extra_headers: list[Header],
@@ -109,6 +121,7 @@ class Relay:
     ) -> None:
         """`movable`: another replica may be asked while the client has got nothing."""
         self._client = client
+        self._sent = sent
         self._flight = flight
         self._first_token = first_token
         self._extra_headers = extra_headers
@@ -147,7 +160,12 @@ class Relay:
         if status == 500 and self._movable:
             self._held = passed
         else:
-            self._client.start(status, passed)
+            self._begin(passed)
+
+    def _begin(self, headers: list[Header]) -> None:
+        """The client hears of it, so the request is not sent again: thousands of long answers must not keep prompts."""
+        self._sent.body = b""
+        self._client.start(self.status, headers)
 
     def piece(self, data: bytes, last: bool) -> None:
         if self._held is not None:
@@ -158,9 +176,12 @@ class Relay:
         self._client.write(data, last)
         if data:
             self.response_bytes += len(data)
+            if len(self._last) < JOIN_BELOW_BYTES:
+                self._last += data
+            else:
+                self._previous, self._last = self._last, data
             if self.first_token_at is None:
                 self._look_for_start(data)
-            self._previous, self._last = self._last, data
         if last:
             self.finished.complete(True)
 
@@ -232,7 +253,7 @@ class Relay:
             self.finished.complete(False)
             return
         assert held is not None
-        self._client.start(self.status, held)
+        self._begin(held)
         data, self._head = self._head, b""
         self.piece(data, last)
 
@@ -247,7 +268,7 @@ class Relay:
         if self._wants_id and self.response_id is None:
             found = RESPONSE_ID.search(self._head)
             self.response_id = found[1].decode() if found else None
-        if self._streaming and FIRST_TOKEN.search(data):
+        if self._streaming and FIRST_TOKEN.search(self._last):
             self.first_token_at = self._clock()
             self._first_token(self._flight, self.first_token_at)
 

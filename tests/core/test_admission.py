@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gateway.core.admission import Admission, Admitted, Shed, Ticket, TicketState, Waiting
+from gateway.core.admission import Admission, Admitted, Shed, ShedReason, Ticket, TicketState, Waiting
 from gateway.core.model import RouteRequest
 
 
@@ -53,6 +53,7 @@ def test_lets_in_as_many_as_there_are_places_and_the_rest_wait_or_are_shed() -> 
     shed = answers[-1]
     assert isinstance(shed, Shed)
     assert 1.0 <= shed.retry_after <= 60.0
+    assert shed.ticket.shed_reason is ShedReason.FULL
     assert (door.in_flight, door.waiting) == (2, 3)
 
 
@@ -132,6 +133,7 @@ def test_who_waited_too_long_is_shed_and_told_when_to_come_back() -> None:
     assert (release.shed, release.again_at) == ([early], 14.0)
     assert early.state is TicketState.SHED
     assert early.retry_after is not None
+    assert early.shed_reason is ShedReason.OVERDUE
     early.leave(10.0)
     assert door.waiting == 1
     late.leave(11.0)
@@ -151,6 +153,7 @@ class TestFullRoom:
         old, new = waiting(door, ask("x"), now=0.0), waiting(door, ask("x"), now=1.0)
         waiting(door, ask("x", priority=5), now=2.0)
         assert door.release(2.0).shed == [new]
+        assert new.shed_reason is ShedReason.DISPLACED
         assert old.state is TicketState.WAITING
 
     def test_one_tenant_cannot_keep_another_out(self) -> None:

@@ -305,7 +305,7 @@ class TestMemory:
         [(1, 0, 1), (8, 0, 1), (8, 4, 1), (200, 0, 1), (8, 0, 2), (64, 0, 2)],
     )
     def test_stays_within_a_tenth_of_the_cap(self, prompt_blocks: int, shared_blocks: int, copies: int) -> None:
-        """Real memory, as the allocator sees it, for prompts that never come again once each replica had its copy."""
+        """O-10: real memory, by the allocator, for prompts that never come again once each replica had its copy."""
         random, cap = Random(1), 4 << 20
         tracemalloc.start()
         try:
@@ -328,6 +328,7 @@ class TestMemory:
         assert peak >= 0.35 * cap, "the estimate wastes most of what was granted"
 
     def test_the_hot_set_survives_a_flood(self) -> None:
+        """O-10."""
         random = Random(2)
         index, replica = index_of(1_000_000, memory_bytes=1 << 20)
         hot = [[BlockHash(random.getrandbits(64)) for _ in range(8)] for _ in range(20)]

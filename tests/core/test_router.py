@@ -81,8 +81,8 @@ class TestCacheCost:
 
     @pytest.mark.parametrize(("private_blocks", "limit"), [(0, 2.5), (1, 1.5), (16, 1.5)])
     def test_a_burst_with_one_shared_prefix_does_not_herd(self, private_blocks: int, limit: float) -> None:
-        """64 long requests at once that share 8k tokens, four replicas. Samples of one prompt may stay closer together:
-        only crowding speaks against it."""
+        """O-11: 64 long requests at once that share 8k tokens, four replicas. Samples of one prompt may stay closer
+        together: only crowding speaks against it."""
         random, fleet = Random(6), Fleet(4)
         shared = text(random, 64)
         for _ in range(64):
@@ -98,6 +98,28 @@ class TestCacheCost:
             flight.first_token(fleet.now)
             flights.append(flight)
         assert fleet.imbalance <= 1.5
+
+    def test_two_gateways_that_see_each_other_only_in_the_replicas_metrics_do_not_herd(self) -> None:
+        """O-11: 64 requests that share 8k tokens and run for long, half of them through each gateway."""
+        random, gateways = Random(8), [Fleet(4, seed=1), Fleet(4, seed=2)]
+        shared, running = text(random, 64), Counter[ReplicaId]()
+        for number in range(64):
+            fleet = gateways[number % 2]
+            running[fleet.send(ask(shared + text(random, 8))).replica] += 1
+            if number % 4 == 3:  # half a second of eight requests a second
+                for one in gateways:
+                    one.now += 0.5
+                    for replica in one.replicas:
+                        one.reports(replica, running=running[replica], waiting=0)
+        assert max(running.values()) * 4 / 64 <= 1.5
+
+    def test_at_low_load_nearly_all_go_where_their_prefix_is(self) -> None:
+        """O-11, the other side of it."""
+        random, fleet = Random(9), Fleet(4)
+        shared = text(random, 64)
+        home = fleet.serve(ask(shared + text(random, 8)))
+        went = [fleet.serve(ask(shared + text(random, 8))) for _ in range(50)]
+        assert went.count(home) >= 40
 
     def test_a_prefix_that_everybody_holds_carries_no_information(self) -> None:
         random, fleet = Random(8), Fleet(4)
@@ -694,6 +716,7 @@ def test_load_reports_count_strangers_and_average_fills_in_for_silence() -> None
 
 
 def test_a_scrape_that_stopped_does_not_make_a_replica_look_idle() -> None:
+    """O-12."""
     fleet = Fleet(3)
     for step in range(20):
         fleet.now = 0.5 * step

@@ -71,6 +71,7 @@ def test_reads_a_page_of_vllm():
 
 
 def test_reads_the_names_of_older_versions():
+    """O-12."""
     page = b"""\
 vllm:num_requests_running{model_name="m"} 1.0
 vllm:gpu_cache_usage_perc{model_name="m"} 0.5
@@ -90,12 +91,14 @@ def test_the_newer_name_wins_where_a_version_has_both():
 
 
 def test_missing_is_not_zero():
+    """O-12 (c)."""
     assert read_load(b"", 1.0) == LoadSnapshot(taken_at=1.0)
     assert read_load(b"# only comments\nsomething_else 4\n", 1.0) == LoadSnapshot(taken_at=1.0)
 
 
 @pytest.mark.parametrize("value", [b"NaN", b"1e999", b"+Inf", b"-1.0", b"many", b"", b'"3"'])
 def test_a_value_that_is_no_amount_is_missing(value):
+    """O-12 (d)."""
     page = replaced(b'running{engine="0",model_name="tiny"} 3.0', b'running{engine="0",model_name="tiny"} ' + value)
     load = read_load(page, 0.0)
     assert load.running is None
@@ -126,6 +129,7 @@ vllm:cache_config_info{engine="1",block_size="16",num_gpu_blocks="100"} 1
 
 
 def test_engines_are_summed_and_their_usage_weighted_by_capacity():
+    """O-12 (f)."""
     load = read_load(ENGINES, 0.0)
     assert (load.running, load.prefix_hits, load.cache_tokens, load.asleep) == (7, 150, 6400, False)
     assert load.kv_usage == pytest.approx(0.75 * 0.8 + 0.25 * 0.2)

@@ -47,6 +47,7 @@ async def test_reports_what_the_replica_says_dated_to_the_question(start_replica
 
 
 async def test_a_page_that_stops_coming_leaves_no_fact_behind(start_replica, replicas, facts, scrape, caplog):
+    """O-12 (b)."""
     one = await start_replica()
     one.answers = {"/metrics": ok(page(running=9))}
     replicas.update(added=[one.id])
@@ -67,6 +68,7 @@ async def test_a_page_that_stops_coming_leaves_no_fact_behind(start_replica, rep
 
 
 async def test_a_hung_page_ends_at_its_time_limit_and_delays_nobody(start_replica, replicas, facts, scrape, caplog):
+    """O-12 (a)."""
     stuck, fine = await start_replica(), await start_replica()
 
     async def half_a_page(writer: asyncio.StreamWriter) -> None:
@@ -83,6 +85,7 @@ async def test_a_hung_page_ends_at_its_time_limit_and_delays_nobody(start_replic
 
 @pytest.mark.parametrize("chunked", [False, True])
 async def test_a_huge_page_is_cut_off_and_counts_as_missing(start_replica, replicas, facts, scrape, caplog, chunked):
+    """O-12 (e)."""
     one = await start_replica()
     sent = 0
 

@@ -140,8 +140,9 @@ class ScriptedReplica:
                     await self._control(head, writer)
                     continue
                 count += 1
-                body = await self._body(head, reader)
-                exchange = Exchange(head, body, reader, writer, len(self.exchanges) + 1, count)
+                exchange = Exchange(
+                    head, await self._body(head, reader), reader, writer, len(self.exchanges) + 1, count
+                )
                 self.exchanges.append(exchange)
                 await self._run(exchange)
         except (asyncio.IncompleteReadError, ConnectionError):

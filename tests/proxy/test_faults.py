@@ -228,6 +228,8 @@ async def test_no_answer_in_time_is_a_504_and_not_sent_again(mode: str) -> None:
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("phase", ["before the head", "after the head"])
 async def test_a_client_that_leaves_stops_the_replica(mode: str, stream: bool, phase: str) -> None:
+    """O-01."""
+
     async def script(exchange: Exchange) -> None:
         if phase == "after the head":
             if stream:
@@ -264,6 +266,8 @@ async def nothing_in_flight(gateway: RunningGateway) -> bool:
 
 
 async def test_mass_disconnect_leaves_nothing_behind(mode: str) -> None:
+    """O-02."""
+
     async def script(exchange: Exchange) -> None:
         await exchange.start_stream()
         await exchange.chunk(EVENT)

@@ -6,6 +6,7 @@ import asyncio
 import gzip
 import hashlib
 import random
+import tracemalloc
 
 import httpx
 import msgspec
@@ -123,6 +124,7 @@ async def test_unsafe_request_ids_are_replaced(mode: str, given: str) -> None:
 
 
 async def test_each_event_is_forwarded_as_it_arrives(mode: str) -> None:
+    """O-17."""
     released = [asyncio.Event() for _ in range(3)]
     events = [b'data: {"choices":[{"delta":{"content":"%d"}}]}\n\n' % number for number in range(3)]
 
@@ -157,6 +159,7 @@ STREAM = (
 
 @pytest.mark.parametrize("seed", range(6))
 async def test_streams_pass_unchanged_however_they_are_cut(mode: str, seed: int) -> None:
+    """O-17."""
     rng = random.Random(seed)
     sizes = [1, 3, 17, 1000, 65_536, 200_000] if seed else [1]
     stream = STREAM if seed else STREAM[:300]
@@ -420,3 +423,30 @@ async def test_dry_run_explains_and_books_nothing() -> None:
         for row in told["ranking"]:
             assert row["total_seconds"] == pytest.approx(sum(row["parts"].values()))
         assert len(first.exchanges) + len(second.exchanges) == 1
+
+
+async def test_the_body_is_let_go_when_the_answer_begins(mode: str) -> None:
+    """Thousands of long answers must not keep their prompts in memory."""
+    size = 8_000_000
+
+    async def script(exchange: Exchange) -> None:
+        exchange.body = b""
+        await exchange.start_stream()
+        await exchange.chunk(b"data: {}\n\n")
+        await exchange.wait_closed(20)
+
+    async with ScriptedReplica(script).running() as replica, running_gateway(replica, mode=mode) as gateway:
+        _, writer = await gateway.connect()
+        tracemalloc.start()
+        try:
+            before = tracemalloc.get_traced_memory()[0]
+            body = b'{"model":"m","messages":[],"x":"' + b"y" * size + b'"}'
+            writer.write(
+                b"POST /v1/chat/completions HTTP/1.1\r\nhost: g\r\ncontent-length: %d\r\n\r\n" % len(body) + body
+            )
+            del body
+            await eventually(lambda: replica.exchanges and not replica.exchanges[-1].body)
+            await eventually(lambda: tracemalloc.get_traced_memory()[0] - before < size / 4)
+        finally:
+            tracemalloc.stop()
+            writer.close()

@@ -17,6 +17,12 @@ SSE = [(b"content-type", b"text/event-stream; charset=utf-8")]
 JSON = [(b"content-type", b"application/json"), (b"content-length", b"9")]
 
 
+class Request:
+    """What was sent."""
+
+    body = b"a prompt"
+
+
 class Recorder:
     """A client that keeps what it got."""
 
@@ -51,6 +57,7 @@ def relayed(
     ticks = iter(range(1, 1000))
     relay = Relay(
         client,
+        Request(),
         flight,
         Flight.first_token,
         [(b"x-request-id", b"r")],
@@ -156,3 +163,26 @@ def test_the_id_of_a_stored_response_in_pieces() -> None:
     assert relay.response_id == "resp_ab-12"
     relay, _, _ = relayed(b'{"output":[{"id":"msg_1"}]}', headers=JSON, wants_id=True)
     assert relay.response_id is None
+
+
+@pytest.mark.parametrize("size", [1, 7, 64])
+def test_what_an_answer_tells_is_found_however_finely_it_is_cut(size: int) -> None:
+    """O-17: a proxy before the replica, or the network, may cut it anywhere."""
+
+    def cut(answer: bytes) -> list[bytes]:
+        return [answer[at : at + size] for at in range(0, len(answer), size)]
+
+    text = b'data: {"choices":[{"delta":{"content":"x"}}]}\n\n'
+    usage = b'data: {"choices":[],' + CHAT_USAGE + b"}\n\ndata: [DONE]\n\n"
+    relay, client, flight = relayed(*cut(text * 15 + usage))
+    assert relay.usage() == Usage(30, 16, 5)
+    assert relay.outcome is Outcome.COMPLETED
+    assert flight.first_token_at is not None
+    assert client.body == text * 15 + usage
+    relay, _, _ = relayed(*cut(text * 3 + b'data: {"error":{"message":"the engine died"}}\n\ndata: [DONE]\n\n'))
+    assert relay.outcome is Outcome.FAILED
+
+
+def test_a_long_answer_in_bytes_is_not_kept() -> None:
+    relay, _, _ = relayed(*([b"x"] * 900 + [b"y" * 3_000] * 90))
+    assert len(relay._previous + relay._last) <= 6_000
