@@ -11,7 +11,7 @@ import contextlib
 import ctypes
 import functools
 import gc
-import ipaddress
+import logging
 import math
 import secrets
 import signal
@@ -28,15 +28,18 @@ import uvicorn
 import uvloop
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse, PlainTextResponse
-from starlette.exceptions import HTTPException
 
+from gateway.admin import build_admin_api, listening
+from gateway.admin_key import read_admin_key
 from gateway.config import Config
-from gateway.core.model import Decision, Fact, HealthState, ModelCard, ReplicaRemoved, RoutingError, UnknownModel
+from gateway.core.model import Fact, HealthState, ModelCard, ReplicaId, ReplicaRemoved, RoutingError, UnknownModel
 from gateway.core.policy import policy_named
 from gateway.core.router import Router
+from gateway.feeds.addresses import Allowlist
 from gateway.feeds.discovery import Discovery
 from gateway.feeds.fetch import new_client
-from gateway.feeds.probes import Probes
+from gateway.feeds.probes import Probes, list_models
+from gateway.feeds.registry import Registry
 from gateway.feeds.replicas import Replicas
 from gateway.feeds.scrape import Scrape
 from gateway.feeds.token_counts import TokenCounts
@@ -44,11 +47,16 @@ from gateway.notices import Notices
 from gateway.proxy import asgi_client, http_client
 from gateway.proxy.control_connection import ControlConnection
 from gateway.proxy.endpoints import ENDPOINTS
-from gateway.proxy.errors import BadBody, BodyTooLarge, ErrorAnswer, NotFound, NotOpen, answer
+from gateway.proxy.errors import BadBody, BodyTooLarge, NotFound, answer
 from gateway.proxy.front_door import Call, FrontDoor, read_headers
 from gateway.proxy.upstream import Header
+from gateway.responses import refuse_as_openai_does, response_of
 from gateway.shadow import Shadows
+from gateway.stderr_log import report_unforeseen
 from gateway.telemetry import Telemetry
+from gateway.views import FleetView, Viewers, explained
+
+log = logging.getLogger(__name__)
 
 FLUSH_SECONDS = 0.2
 """Log records are written in batches this far apart; a crash loses at most these."""
@@ -66,7 +74,7 @@ class StartError(Exception):
 
 
 class Gateway:
-    """All objects of one gateway process. `run_beside` holds what runs beside the requests."""
+    """All objects of one gateway process. `run_beside` holds what runs beside the requests. Raises `ConfigError`."""
 
     def __init__(self, config: Config, loop: asyncio.AbstractEventLoop) -> None:
         self.config = config
@@ -92,12 +100,32 @@ class Gateway:
             loop,
             block_bytes=settings.block_bytes,
         )
+        self.replicas = Replicas()
+        self.discovery = Discovery(
+            self.replicas,
+            self.observe,
+            static={replica.url: replica.prefill_rate for replica in config.replicas},
+            dns=config.discovery.dns,
+            interval_seconds=config.discovery.interval_seconds,
+        )
+        self.registry = Registry(
+            Allowlist(config.admin.allow),
+            self.discovery.note_registered,
+            self.discovery.is_configured,
+            self._list_models,
+            allow_existing_models=config.admin.allow_existing_models,
+            interval_seconds=config.discovery.interval_seconds,
+        )
+        self.admin_key = read_admin_key(config.admin)
+        self.viewers = Viewers(config.server.host, self.admin_key)
+        self.view = FleetView(self.router, self.discovery, self.registry)
 
     @property
     def draining(self) -> bool:
         return self.door.draining
 
     def observe(self, fact: Fact) -> None:
+        self.registry.heard(fact)
         self.router.observe(fact, self.clock())
         if isinstance(fact, ReplicaRemoved):
             self.door.retire(fact.replica)
@@ -128,14 +156,7 @@ class Gateway:
                 self.telemetry.close()
 
     def _feeds(self, client: httpx.AsyncClient) -> list[Coroutine[Any, Any, None]]:
-        config, feeds, replicas = self.config, self.config.feeds, Replicas()
-        discovery = Discovery(
-            replicas,
-            self.observe,
-            static={replica.url: replica.prefill_rate for replica in config.replicas},
-            dns=config.discovery.dns,
-            interval_seconds=config.discovery.interval_seconds,
-        )
+        feeds, replicas = self.config.feeds, self.replicas
         probes = Probes(
             replicas,
             self.observe,
@@ -153,12 +174,19 @@ class Gateway:
             max_bytes=feeds.scrape_max_bytes,
             random=Random(),
         )
-        jobs = [discovery.run(), probes.run(), scrape.run()]
-        if feeds.tokenize and policy_named(config.routing.policy).reads_cache:
+        jobs = [self.discovery.run(), probes.run(), scrape.run()]
+        if self.config.admin.allow:
+            jobs.append(self.registry.run())
+        if feeds.tokenize and policy_named(self.config.routing.policy).reads_cache:
             counts = TokenCounts(self.observe)
             self.door.on_prompt = counts.note
             jobs.append(counts.run(client))
         return jobs
+
+    async def _list_models(self, replica: ReplicaId) -> tuple[ModelCard, ...]:
+        """What a replica that is not known yet serves."""
+        async with new_client() as client:
+            return await list_models(client, replica, timeout_seconds=self.config.feeds.probe_timeout_seconds)
 
     async def flush(self) -> None:
         while True:
@@ -184,6 +212,7 @@ def build_api(gateway: Gateway) -> FastAPI:
     """The control endpoints. What they do not match goes to the inference paths."""
 
     api = FastAPI(title="Warmlane", version=version("warmlane"), redirect_slashes=False)
+    refuse_as_openai_does(api)
 
     @api.get("/health", response_class=PlainTextResponse)
     async def health() -> str:
@@ -216,9 +245,8 @@ def build_api(gateway: Gateway) -> FastAPI:
 
     @api.post("/warmlane/route")
     async def route(request: Request, path: str = "/v1/chat/completions") -> Response:
-        """Dry run: where would this request body go, and why? Books nothing. Open on loopback addresses only."""
-        if not is_loopback(gateway.config.server.host):
-            return response_of(answer(NotOpen("The dry run is open on loopback addresses only.")))
+        """Dry run: where would this request body go, and why? Books nothing. Beyond loopback it wants the admin key."""
+        gateway.viewers.check(request.headers.raw)
         limit = gateway.config.server.max_body_mib * 2**20
         try:
             body = await asgi_client.read_body(request.scope, request.receive, limit)
@@ -229,10 +257,11 @@ def build_api(gateway: Gateway) -> FastAPI:
             return Response(status_code=499)  # nobody reads it
         return dry_run(gateway, body, path, request.headers.raw)
 
-    @api.exception_handler(HTTPException)
-    async def refused(_: Request, error: HTTPException) -> Response:
-        body = {"message": str(error.detail), "type": "invalid_request_error", "param": None, "code": None}
-        return JSONResponse({"error": body}, status_code=error.status_code, headers=error.headers)
+    @api.get("/warmlane/replicas")
+    async def replicas(request: Request) -> Response:
+        """All replicas: health, load and its age, drain, models. Beyond loopback it wants the admin key."""
+        gateway.viewers.check(request.headers.raw)
+        return JSONResponse(gateway.view.show(gateway.clock()))
 
     api.router.default = inference_paths(gateway.door)
     return api
@@ -273,35 +302,6 @@ def dry_run(gateway: Gateway, body: bytes, path: str, headers: list[Header]) -> 
         return response_of(answer(error))
 
 
-def explained(decision: Decision) -> dict[str, Any]:
-    """A decision as JSON: every candidate's cost in seconds, part by part, best first."""
-    return {
-        "policy": decision.policy,
-        "reason": decision.reason.value,
-        "replica": decision.replica,
-        "ranking": [
-            {
-                "replica": view.replica,
-                "total_seconds": cost.total,
-                "parts": dict(cost.parts),
-                "prompt_tokens": round(view.prompt_tokens),
-                "cached_tokens": round(view.cached_tokens),
-                "pending_tokens": round(view.pending_tokens),
-                "in_flight": view.in_flight,
-                "kv_usage": view.kv_usage,
-            }
-            for view, cost in decision.ranking
-        ],
-    }
-
-
-def is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
-
-
 def model_object(card: ModelCard) -> dict[str, Any]:
     return {
         "id": card.id,
@@ -312,13 +312,6 @@ def model_object(card: ModelCard) -> dict[str, Any]:
         "parent": card.parent,
         "max_model_len": card.max_model_len,
     }
-
-
-def response_of(refusal: ErrorAnswer, *, close: bool = False) -> Response:
-    headers = {name.decode(): value.decode() for name, value in refusal.headers if name != b"content-length"}
-    if close:
-        headers["connection"] = "close"
-    return Response(refusal.body, status_code=refusal.status, headers=headers)
 
 
 class Server(uvicorn.Server):
@@ -385,11 +378,35 @@ def listen(host: str, port: int) -> socket.socket:
     return sock
 
 
-async def serve(config: Config, *, on_ready: Callable[[str], None] | None = None) -> int:
-    """Run one gateway until a signal stops it. Returns the exit code. Raises `StartError`."""
+def listen_all(config: Config) -> tuple[socket.socket, socket.socket | None]:
+    """Bound sockets of the gateway and of its admin listener, if it has one. Raises `StartError`."""
     sock = listen(config.server.host, config.server.port)
+    if config.admin.port is None:
+        return sock, None
+    try:
+        return sock, listen(config.admin.host, config.admin.port)
+    except StartError:
+        sock.close()
+        raise
+
+
+@contextlib.asynccontextmanager
+async def admin_listener(gateway: Gateway, sock: socket.socket | None) -> AsyncIterator[None]:
+    """Runs it where one is configured."""
+    if sock is None or gateway.admin_key is None:
+        yield
+        return
+    api = build_admin_api(gateway.admin_key, gateway.discovery, gateway.registry, gateway.view, gateway.clock)
+    async with listening(api, sock, gateway.config.server):
+        log.info("admin listener on %s", base_url(sock))
+        yield
+
+
+async def serve(config: Config, *, on_ready: Callable[[str], None] | None = None) -> int:
+    """Run one gateway until a signal stops it. Returns the exit code. Raises `StartError` and `ConfigError`."""
+    gateway = Gateway(config, asyncio.get_running_loop())
+    sock, admin_sock = listen_all(config)
     loop = asyncio.get_running_loop()
-    gateway = Gateway(config, loop)
     http: Any = functools.partial(ControlConnection, config.server)
     if config.server.http == "fast":
         http = functools.partial(http_client.ClientConnection, gateway.door)
@@ -400,6 +417,7 @@ async def serve(config: Config, *, on_ready: Callable[[str], None] | None = None
             ws="none",
             lifespan="off",
             access_log=False,
+            log_config=None,  # what it has to say goes the way of everything else
             log_level="error",  # below that it prints a line for each client that does not speak HTTP
             backlog=BACKLOG,
             timeout_keep_alive=math.ceil(config.server.keep_alive_seconds),
@@ -412,7 +430,7 @@ async def serve(config: Config, *, on_ready: Callable[[str], None] | None = None
         lambda: on_ready(base_url(sock)) if on_ready else None,
     )
     tune_memory()
-    async with gateway.run_beside(http_client.sweep(server.server_state, loop)):
+    async with gateway.run_beside(http_client.sweep(server.server_state, loop)), admin_listener(gateway, admin_sock):
         await server.serve(sockets=[sock])
         gateway.door.stopping = True
         for connection in list(server.server_state.connections):  # what its grace did not suffice for
@@ -427,7 +445,12 @@ async def serve(config: Config, *, on_ready: Callable[[str], None] | None = None
 
 def run(config: Config, *, on_ready: Callable[[str], None] | None = None) -> int:
     """`serve` on an event loop of its own."""
-    return uvloop.run(serve(config, on_ready=on_ready))
+
+    async def run_alone() -> int:
+        asyncio.get_running_loop().set_exception_handler(report_unforeseen)
+        return await serve(config, on_ready=on_ready)
+
+    return uvloop.run(run_alone())
 
 
 def base_url(sock: socket.socket) -> str:

@@ -5,7 +5,7 @@ Exit codes: 0 done; 2 wrong usage or configuration, with one clear line on stder
 
 from __future__ import annotations
 
-import logging
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -41,6 +41,12 @@ Port = Annotated[
         "--port", metavar="PORT", min=0, max=65_535, help="Port to listen on, 0 for a free one; beats the file."
     ),
 ]
+GatewayUrl = Annotated[str, typer.Option("--url", metavar="URL", help="The gateway, e.g. http://127.0.0.1:8000.")]
+AdminUrl = Annotated[str, typer.Option("--url", metavar="URL", help="Its admin listener, e.g. http://127.0.0.1:8001.")]
+KeyVariable = Annotated[
+    str, typer.Option("--key-env", metavar="NAME", help="Environment variable with the admin key, where one is needed.")
+]
+ADMIN_KEY = "WARMLANE_ADMIN_KEY"
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
@@ -91,9 +97,10 @@ def serve(
 ) -> int:
     """Run the gateway in front of vLLM servers that are already there."""
     chosen = configured(config, replicas=replica or (), host=host, port=port, policy=policy)
-    if not chosen.replicas and chosen.discovery.dns is None:
+    if not chosen.replicas and chosen.discovery.dns is None and not chosen.admin.allow:
         raise Refused("no replicas: give --replica URL, or [[replicas]] or [discovery] dns in the file")
     from gateway import app
+    from gateway.stderr_log import log_to_stderr
 
     log_to_stderr()
     try:
@@ -118,6 +125,7 @@ def up(
     """Run replicas and the gateway together; Ctrl-C stops all."""
     chosen = configured(config, host=host, port=port)
     from gateway import up as together
+    from gateway.stderr_log import log_to_stderr
     from workers.launch import LaunchError
     from workers.presets import PresetError
 
@@ -130,11 +138,12 @@ def up(
 
 @cli.command()
 def route(
-    url: Annotated[str, typer.Option("--url", metavar="URL", help="The gateway, e.g. http://127.0.0.1:8000.")],
+    url: GatewayUrl,
     file: Annotated[Path | None, typer.Argument(metavar="FILE", help="Request body; stdin when absent.")] = None,
     session: Annotated[
         str | None, typer.Option("--session", metavar="ID", help="As `x-session-id` of the request.")
     ] = None,
+    key_env: KeyVariable = ADMIN_KEY,
     as_json: Json = False,
 ) -> int:
     """Ask a gateway where it would send a request, and why. Sends nothing to a replica."""
@@ -145,10 +154,59 @@ def route(
     except OSError as error:
         raise Refused(f"{file}: {error.strerror}") from error
     try:
-        answer = dry_run.ask(url, body, session)
+        answer = dry_run.ask(url, body, session, os.environ.get(key_env))
     except dry_run.Unanswered as error:
         raise Refused(str(error), FAILED) from error
     print(answer.decode("utf-8", "replace") if as_json else dry_run.table(answer))
+    return DONE
+
+
+@cli.command()
+def replicas(url: GatewayUrl, key_env: KeyVariable = ADMIN_KEY, as_json: Json = False) -> int:
+    """Show the replicas of a gateway: health, load, what drains, who is registered but stays out."""
+    from gateway import operate
+    from gateway.dry_run import Unanswered
+
+    try:
+        answer = operate.list_replicas(url, os.environ.get(key_env))
+        print(answer.decode("utf-8", "replace") if as_json else operate.table(answer))
+    except Unanswered as error:
+        raise Refused(str(error), FAILED) from error
+    return DONE
+
+
+@cli.command()
+def drain(
+    replica: Annotated[str, typer.Argument(metavar="REPLICA", help="Its URL, or HOST:PORT.")],
+    url: AdminUrl,
+    key_env: KeyVariable = ADMIN_KEY,
+) -> int:
+    """Give a replica no new requests; those that run there finish."""
+    return switch_drain(url, replica, key_env, True)
+
+
+@cli.command()
+def undrain(
+    replica: Annotated[str, typer.Argument(metavar="REPLICA", help="Its URL, or HOST:PORT.")],
+    url: AdminUrl,
+    key_env: KeyVariable = ADMIN_KEY,
+) -> int:
+    """Give a drained replica requests again."""
+    return switch_drain(url, replica, key_env, False)
+
+
+def switch_drain(url: str, replica: str, key_env: str, draining: bool) -> int:
+    import msgspec
+
+    from gateway import operate
+    from gateway.dry_run import Unanswered
+
+    try:
+        answer = operate.drain(url, replica, os.environ.get(key_env), draining=draining)
+        now = msgspec.json.decode(answer, type=operate.Replica)
+    except (Unanswered, msgspec.DecodeError) as error:
+        raise Refused(str(error), FAILED) from error
+    print(f"{now.replica}: {'draining' if now.draining else now.health}, {now.in_flight} requests there")
     return DONE
 
 
@@ -243,12 +301,6 @@ def configured(
     return configuration.checked(
         msgspec.structs.replace(chosen, server=server, routing=routing, replicas=listed),
     )
-
-
-def log_to_stderr() -> None:
-    """What the gateway has to say about its replicas; stdout belongs to the request log."""
-    logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="warmlane: %(message)s")
-    logging.getLogger("httpx").setLevel(logging.WARNING)  # a line for every probe
 
 
 def say(message: str) -> None:

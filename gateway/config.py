@@ -5,6 +5,7 @@ A class is its table: `[server]` is `Server`, `[[replicas]]` a list of `Replica`
 
 from __future__ import annotations
 
+import ipaddress
 import re
 import tomllib
 from pathlib import Path
@@ -129,6 +130,24 @@ class Feeds(Struct, frozen=True, forbid_unknown_fields=True):
     a token has."""
 
 
+class Admin(Struct, frozen=True, forbid_unknown_fields=True):
+    """`[admin]`: who may look at the replicas from elsewhere, and change which there are. Off without a port and
+    a key."""
+
+    host: str = "127.0.0.1"
+    port: Annotated[int, Meta(ge=0, le=65_535)] | None = None
+    """Where changes of state are taken, on a listener of their own; not set, none are."""
+    key_env: str | None = None
+    """Environment variable with the admin key, or with `sha256:` and the 64 hex digits of its digest."""
+    key_file: str | None = None
+    """File with the same, instead."""
+    allow: tuple[str, ...] = ()
+    """Networks in which replicas may be registered while the gateway runs; empty, none may."""
+    allow_existing_models: bool = False
+    """A registered replica may serve a model that others serve already. Without it, it stays out, and the view says
+    why."""
+
+
 class Config(Struct, frozen=True, forbid_unknown_fields=True):
     server: Server = Server()
     replicas: list[Replica] = []
@@ -136,6 +155,7 @@ class Config(Struct, frozen=True, forbid_unknown_fields=True):
     routing: Routing = Routing()
     upstream: Upstream = Upstream()
     feeds: Feeds = Feeds()
+    admin: Admin = Admin()
 
 
 def load(path: Path) -> Config:
@@ -169,7 +189,23 @@ def checked(config: Config) -> Config:
         discovery = msgspec.structs.replace(discovery, dns=replica_url(discovery.dns, "discovery.dns"))
     if repeated := [name for name in config.routing.shadow if config.routing.shadow.count(name) > 1]:
         raise ConfigError(f"routing.shadow: {repeated[0]} is listed twice")
+    check_admin(config.admin)
     return msgspec.structs.replace(config, replicas=replicas, discovery=discovery)
+
+
+def check_admin(admin: Admin) -> None:
+    """Raises `ConfigError`: who changes the fleet needs a key, and networks are networks."""
+    if admin.key_env is not None and admin.key_file is not None:
+        raise ConfigError("admin.key_file: there is a key_env already; one key, one place")
+    if admin.port is not None and admin.key_env is None and admin.key_file is None:
+        raise ConfigError("admin.port: changes of state need a key; set admin.key_env or admin.key_file")
+    if admin.allow and admin.port is None:
+        raise ConfigError("admin.allow: registrations come in on a listener of their own; set admin.port")
+    for position, network in enumerate(admin.allow):
+        try:
+            ipaddress.ip_network(network)
+        except ValueError as error:
+            raise ConfigError(f"admin.allow[{position}]: {error}") from error
 
 
 def policy_name(text: str) -> PolicyName:

@@ -32,9 +32,12 @@ class Answer(Struct):
     ranking: list[Candidate]
 
 
-def ask(url: str, body: bytes, session: str | None = None) -> bytes:
-    """The gateway's answer as JSON; `session` is what the request's `x-session-id` would say. Raises `Unanswered`."""
+def ask(url: str, body: bytes, session: str | None = None, key: str | None = None) -> bytes:
+    """The gateway's answer as JSON. `session` is what the request's `x-session-id` would say, `key` the admin key, that
+    a gateway wants that others can reach. Raises `Unanswered`."""
     headers = {b"content-type": b"application/json"}
+    if key is not None:
+        headers[b"authorization"] = b"Bearer " + key.encode("utf-8", "surrogateescape")
     if session is not None:
         headers[b"x-session-id"] = session.encode("utf-8", "surrogateescape")  # the bytes that were typed
     try:
@@ -81,12 +84,17 @@ def table(answer: bytes) -> str:
         costs = [f"{candidate.parts[part]:.4f}" if part in candidate.parts else "-" for part in parts]
         counts = [candidate.cached_tokens, candidate.prompt_tokens, candidate.in_flight, candidate.pending_tokens]
         rows.append([candidate.replica, f"{candidate.total_seconds:.4f}", *costs, *map(str, counts)])
+    title = f"policy {decision.policy}: {decision.reason} -> {decision.replica}"
+    return "\n".join([title, "", *aligned(rows)])
+
+
+def aligned(rows: list[list[str]]) -> list[str]:
+    """Lines of a table: the first column to the left, the others to the right."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    lines = [
+    return [
         "  ".join(
             cell.ljust(width) if column == 0 else cell.rjust(width)
             for column, (cell, width) in enumerate(zip(row, widths, strict=True))
         )
         for row in rows
     ]
-    return "\n".join([f"policy {decision.policy}: {decision.reason} -> {decision.replica}", "", *lines])

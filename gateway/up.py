@@ -20,7 +20,9 @@ import msgspec
 import uvloop
 
 from gateway import app
+from gateway.admin_key import read_admin_key
 from gateway.config import Config, Replica
+from gateway.stderr_log import report_unforeseen
 from workers import presets
 from workers.launch import assign_gpus, base_url, command_line, find_vllm, first_of, require_model
 from workers.worker import Worker, WorkerFailed
@@ -83,9 +85,13 @@ def run(config: Config, fleet: Fleet) -> int:
 async def run_together(config: Config, fleet: Fleet) -> int:
     found = [Replica(worker.url, fleet.prefill_rate) for worker in fleet.workers]
     config = msgspec.structs.replace(config, replicas=[*config.replicas, *found])
+    read_admin_key(config.admin)  # a key that is missing fails before the long start
+    asyncio.get_running_loop().set_exception_handler(report_unforeseen)
     try:
         with stop_signals() as stopping:
-            app.listen(config.server.host, config.server.port).close()  # a port in use fails before the long start
+            for sock in app.listen_all(config):  # so does a port in use
+                if sock is not None:
+                    sock.close()
             await first_of(start_all(fleet), stopping.wait())
             return 0 if stopping.is_set() else await serve(config, fleet, stopping)
     except (WorkerFailed, app.StartError) as error:

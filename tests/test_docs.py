@@ -122,10 +122,16 @@ def test_every_command_is_in_the_readme():
 
 
 def test_every_link_leads_somewhere():
-    for path in (ROOT / "README.md", *(ROOT / "docs").glob("*.md")):
+    for path in (ROOT / "README.md", ROOT / "THREATS.md", *(ROOT / "docs").glob("*.md")):
         for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", path.read_text(encoding="utf-8")):
             if not target.startswith("http"):
                 assert (path.parent / target).exists(), f"{path.name}: {target}"
+
+
+def test_every_test_that_holds_a_promise_exists():
+    named = re.findall(r"`(tests/[a-z_/]+.py)`", (ROOT / "THREATS.md").read_text(encoding="utf-8"))
+    assert len(named) > 5
+    assert [path for path in named if not (ROOT / path).exists()] == []
 
 
 def test_every_path_that_the_readme_names_exists():

@@ -1,8 +1,9 @@
-"""Discovery: which replicas exist. The configured URLs always; the addresses behind one DNS name as the resolver says.
+"""Discovery: which replicas exist. The configured URLs always; the addresses behind one DNS name as the resolver says;
+those that are registered while the gateway runs (`registry.py`).
 
 Every interval each name is resolved again and the whole set is reconciled, so nothing depends on having seen a change.
 A resolver error keeps the last answer. A configured name whose address changed is another server now: it is removed and
-added, which forgets what it held and opens new connections.
+added, which forgets what it held and opens new connections. What an operator drains stays drained through that.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import socket
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from urllib.parse import urlsplit
 
-from gateway.core.model import Fact, ReplicaAdded, ReplicaId, ReplicaRemoved
+from gateway.core.model import DrainRequested, Fact, ReplicaAdded, ReplicaId, ReplicaRemoved
 from gateway.feeds.replicas import Replicas, keep_running
 
 log = logging.getLogger(__name__)
@@ -55,6 +56,8 @@ class Discovery:
         self._resolve = resolve
         self._sleep = sleep
         self._behind_dns: frozenset[ReplicaId] = frozenset()
+        self._registered: dict[ReplicaId, float | None] = {}
+        self._drained: set[ReplicaId] = set()
         self._last_addresses: dict[ReplicaId, frozenset[str]] = {}
 
     async def run(self) -> None:
@@ -67,6 +70,35 @@ class Discovery:
                     group.create_task(keep_running(self._follow, replica))
             if self._dns is not None:
                 group.create_task(keep_running(self._follow, ReplicaId(self._dns)))
+
+    def is_configured(self, replica: ReplicaId) -> bool:
+        """Whether the file, or the name in it, says that it exists."""
+        return replica in self._static or replica in self._behind_dns
+
+    def source(self, replica: ReplicaId) -> str:
+        """Who says that it exists: `configured`, `dns` or `registered`."""
+        if replica in self._static:
+            return "configured"
+        return "dns" if replica in self._behind_dns else "registered"
+
+    def note_registered(self, rates: Mapping[ReplicaId, float | None]) -> None:
+        """These are registered now, and no others."""
+        for replica in self._registered.keys() - rates.keys():
+            if not self.is_configured(replica):
+                self._drained.discard(replica)
+        self._registered = dict(rates)
+        self._reconcile()
+
+    def drain(self, replica: ReplicaId, draining: bool) -> bool:
+        """An operator wants it to get no new requests, or to get them again. Returns whether there is such a one."""
+        if replica not in self._replicas:
+            return False
+        if draining:
+            self._drained.add(replica)
+        else:
+            self._drained.discard(replica)
+        self._observe(DrainRequested(replica, draining))
+        return True
 
     async def _follow(self, url: ReplicaId) -> None:
         """A task for each name: a resolver that hangs on one must not delay the others."""
@@ -89,7 +121,7 @@ class Discovery:
 
     def _note_dns(self, url: ReplicaId, addresses: frozenset[str]) -> None:
         _, port = _address(url)
-        self._behind_dns = frozenset(ReplicaId(f"http://{_bracketed(address)}:{port}") for address in addresses)
+        self._behind_dns = frozenset(ReplicaId(f"http://{bracketed(address)}:{port}") for address in addresses)
         self._reconcile()
 
     def _note_static(self, replica: ReplicaId, addresses: frozenset[str]) -> None:
@@ -101,7 +133,7 @@ class Discovery:
             self._apply(removed=[replica], added=[replica])
 
     def _reconcile(self) -> None:
-        wanted = dict.fromkeys([*self._static, *sorted(self._behind_dns)])
+        wanted = dict.fromkeys([*self._static, *sorted(self._behind_dns), *self._registered])
         self._apply(
             removed=[replica for replica in self._replicas if replica not in wanted],
             added=[replica for replica in wanted if replica not in self._replicas],
@@ -115,7 +147,9 @@ class Discovery:
         for replica in removed:
             self._observe(ReplicaRemoved(replica))
         for replica in added:
-            self._observe(ReplicaAdded(replica, self._static.get(replica)))
+            self._observe(ReplicaAdded(replica, self._static.get(replica, self._registered.get(replica))))
+            if replica in self._drained:
+                self._observe(DrainRequested(replica))
 
 
 def _address(url: str) -> tuple[str, int]:
@@ -123,7 +157,7 @@ def _address(url: str) -> tuple[str, int]:
     return parts.hostname or "", parts.port or 80
 
 
-def _bracketed(address: str) -> str:
+def bracketed(address: str) -> str:
     return f"[{address}]" if ":" in address else address
 
 

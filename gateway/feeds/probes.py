@@ -103,8 +103,8 @@ class Probes:
 
     async def _list_models(self, replica: ReplicaId, *, log_failure: bool) -> bool:
         try:
-            models = read_models(await self._fetch(f"{replica}/v1/models", MODELS_MAX_BYTES))
-        except (FetchFailed, msgspec.DecodeError) as error:
+            models = await list_models(self._client, replica, timeout_seconds=self._timeout_seconds)
+        except FetchFailed as error:
             if log_failure:
                 log.warning("%s/v1/models is not usable: %s", replica, error)
             return False
@@ -113,6 +113,17 @@ class Probes:
 
     async def _fetch(self, url: str, max_bytes: int) -> bytes:
         return await fetch(self._client, url, timeout_seconds=self._timeout_seconds, max_bytes=max_bytes)
+
+
+async def list_models(
+    client: httpx.AsyncClient, replica: ReplicaId, *, timeout_seconds: float
+) -> tuple[ModelCard, ...]:
+    """What a replica serves. Raises `FetchFailed`, also when the answer is no list of models."""
+    page = await fetch(client, f"{replica}/v1/models", timeout_seconds=timeout_seconds, max_bytes=MODELS_MAX_BYTES)
+    try:
+        return read_models(page)
+    except msgspec.DecodeError as error:
+        raise FetchFailed(str(error)) from error
 
 
 def read_models(body: bytes) -> tuple[ModelCard, ...]:

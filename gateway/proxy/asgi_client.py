@@ -11,7 +11,7 @@ import contextlib
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
-from gateway.proxy.endpoints import ENDPOINTS, Endpoint, stored_response
+from gateway.proxy.endpoints import ENDPOINTS, NOWHERE, Endpoint, stored_response
 from gateway.proxy.errors import BodyTooLarge, ErrorAnswer, NotFound, answer
 from gateway.proxy.exchange import Exchange
 from gateway.proxy.front_door import Call, FrontDoor
@@ -84,22 +84,28 @@ async def serve(door: FrontDoor, scope: Message, receive: Receive, send: Send) -
     response_id = None
     if endpoint is None and (stored := stored_response(method, path)) is not None:
         endpoint, response_id = stored
+    headers: list[Header] = list(scope["headers"])
     if endpoint is None:
-        await send_answer(send, answer(NotFound(f"Not found: {scope['method']} {scope['path']}")))
+        refusal = answer(NotFound(f"Not found: {scope['method']} {scope['path']}"))
+        door.note_unread(NOWHERE, headers, 0, refusal)
+        await send_answer(send, refusal)
         return
     try:
         body = await read_body(scope, receive, door.server.max_body_mib * 2**20)
     except BodyTooLarge as error:
+        refusal = answer(error, anthropic=endpoint.anthropic)
+        door.note_unread(endpoint, headers, 0, refusal)
         await discard_body(error, scope, receive)
-        await send_answer(send, answer(error, anthropic=endpoint.anthropic), close=True)
+        await send_answer(send, refusal, close=True)
         return
     except ClientLeft:
+        door.note_unread(endpoint, headers, 0)
         return
     call = Call(
         method=method,
         target=path + b"?" + query if query else path,
         endpoint=endpoint,
-        headers=list(scope["headers"]),
+        headers=headers,
         body=body,
         received_at=door.clock(),
         response_id=response_id,

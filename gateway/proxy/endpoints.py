@@ -53,6 +53,8 @@ ENDPOINTS: dict[bytes, Endpoint] = {
 
 STORED_RESPONSE = Endpoint("/v1/responses/{id}", Shape.NONE, stateless=False)
 CANCEL_RESPONSE = Endpoint("/v1/responses/{id}/cancel", Shape.NONE, stateless=False)
+NOWHERE = Endpoint("other", Shape.NONE)
+"""Stands for every path that is not served: paths are the clients' text, and neither logs nor labels repeat it."""
 
 _RESPONSE = re.compile(rb"/v1/responses/([A-Za-z0-9_.~-]{1,256})(/cancel)?")
 

@@ -36,6 +36,13 @@ class NotOpen(Exception):
     """A view for operators, asked for from where it is not open."""
 
 
+class AdminKeyRequired(Exception):
+    """A view or a change for which the admin key was not shown."""
+
+    def __init__(self) -> None:
+        super().__init__("The admin key is required here: Authorization: Bearer KEY.")
+
+
 class Overloaded(Exception):
     """The waiting room is full, or the wait too long. `retry_after` in seconds, `reason` a value of `ShedReason`."""
 
@@ -102,6 +109,7 @@ class Blame:
 BLAME: dict[type[Exception], Blame] = {
     BadBody: Blame(400, "invalid_request_error", "invalid_json"),
     BodyTooLarge: Blame(413, "invalid_request_error", "request_too_large"),
+    AdminKeyRequired: Blame(401, "invalid_request_error", "invalid_api_key"),
     NotOpen: Blame(403, "permission_error", "not_open"),
     NotFound: Blame(404, "invalid_request_error", "not_found"),
     UnknownModel: Blame(404, "invalid_request_error", "model_not_found"),
@@ -142,11 +150,17 @@ class ErrorAnswer:
 def answer(error: Exception, *, anthropic: bool = False) -> ErrorAnswer:
     """The answer for an error of `KNOWN`."""
     blame = BLAME[type(error)]
-    body = error_body(blame, str(error), anthropic=anthropic)
-    headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
+    found = refusal(blame, str(error), anthropic=anthropic)
     retry_after = getattr(error, "retry_after", 1.0 if blame.status == 503 else None)
     if retry_after is not None:
-        headers.append((b"retry-after", b"%d" % max(1, math.ceil(retry_after))))
+        found.headers.append((b"retry-after", b"%d" % max(1, math.ceil(retry_after))))
+    return found
+
+
+def refusal(blame: Blame, message: str, *, anthropic: bool = False) -> ErrorAnswer:
+    """An answer for what is refused without an exception of its own."""
+    body = error_body(blame, message, anthropic=anthropic)
+    headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
     return ErrorAnswer(blame.status, blame.code, headers, body)
 
 

@@ -364,13 +364,30 @@ class FrontDoor:
 
     # -- records and refusals
 
+    def note_unread(
+        self, endpoint: Endpoint, headers: list[Header], body_bytes: int, refusal: ErrorAnswer | None = None
+    ) -> None:
+        """The one record of a request whose head was read and that never became a call: refused while its body came, or
+        left by its client (no `refusal`)."""
+        record = RequestRecord(
+            request_id=self._request_id(next((value for name, value in headers if name == b"x-request-id"), None)),
+            route=endpoint.path,
+            outcome=Outcome.CLIENT_LEFT.value if refusal is None else Outcome.REJECTED.value,
+            request_bytes=body_bytes,
+        )
+        if refusal is not None:
+            record.status, record.error = refusal.status, refusal.code
+        self.telemetry.request_ended(record)
+
     def _record(self, call: Call, forwarding: Forwarding) -> RequestRecord:
-        given = forwarding.request_id
-        if given is not None and REQUEST_ID.fullmatch(given):
-            request_id = given.decode()
-        else:
-            request_id = f"{self._id_prefix}-{next(self._id_count):x}"
+        request_id = self._request_id(forwarding.request_id)
         return RequestRecord(request_id=request_id, route=call.endpoint.path, request_bytes=len(call.body))
+
+    def _request_id(self, given: bytes | None) -> str:
+        """The client's, if it is harmless in a header and a log line."""
+        if given is not None and REQUEST_ID.fullmatch(given):
+            return given.decode()
+        return f"{self._id_prefix}-{next(self._id_count):x}"
 
     def _note(self, record: RequestRecord, relay: Relay, outcome: Outcome, usage: Usage | None, call: Call) -> None:
         record.status = relay.status

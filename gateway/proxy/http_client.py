@@ -17,6 +17,7 @@ import asyncio
 import http
 import math
 from collections import deque
+from dataclasses import replace
 from typing import Any, cast
 
 import httptools
@@ -26,7 +27,7 @@ from uvicorn.server import ServerState
 
 from gateway.proxy.control_connection import ControlConnection, head_without_offer
 from gateway.proxy.endpoints import ENDPOINTS, Endpoint
-from gateway.proxy.errors import BadBody, BodyTooLarge, answer
+from gateway.proxy.errors import BadBody, BodyTooLarge, ErrorAnswer, answer
 from gateway.proxy.exchange import Exchange
 from gateway.proxy.front_door import Call, FrontDoor
 from gateway.proxy.upstream import JOIN_BELOW_BYTES, Connection, Header
@@ -116,6 +117,7 @@ class ClientConnection(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._server_state.connections.discard(cast(HttpToolsProtocol, self))
+        self._note_unread()
         self._calls.clear()
         if self._exchange is not None:
             self._exchange.cancel()
@@ -144,7 +146,7 @@ class ClientConnection(asyncio.Protocol):
         except httptools.HttpParserUpgrade as upgrade:
             self._refuse_upgrade(data[upgrade.args[0] :])
         except httptools.HttpParserError:
-            self._refuse(answer(BadBody("This is not a valid HTTP request.")).body, 400)
+            self._refuse(answer(BadBody("This is not a valid HTTP request.")))
         if self._hand_over:
             self._give_to_uvicorn()
 
@@ -392,28 +394,37 @@ class ClientConnection(asyncio.Protocol):
     # -- what does not go on here
 
     def _refuse_large_head(self) -> None:
-        self._refuse(answer(BadBody("The request's headers are too large.")).body, 431)
+        refusal = answer(BadBody("The request's headers are too large."))
+        self._refuse(replace(refusal, status=431))
 
     def _refuse_too_large(self) -> None:
         refusal = answer(
             BodyTooLarge(self._max_body), anthropic=self._endpoint is not None and self._endpoint.anthropic
         )
-        self._refuse(refusal.body, refusal.status)
+        self._refuse(refusal)
 
-    def _refuse(self, body: bytes, status: int) -> None:
+    def _refuse(self, refusal: ErrorAnswer) -> None:
         """Answer without reading the rest, then close. Behind other answers there is nothing to say: close."""
+        self._note_unread(refusal)
         self._refused = True
         if self._exchange is not None:
             self._close_behind_answers()
             return
         self._transport.write(
-            status_line(status)
-            + b"content-type: application/json\r\nconnection: close\r\ncontent-length: %d\r\n\r\n" % len(body)
-            + body
+            status_line(refusal.status)
+            + b"content-type: application/json\r\nconnection: close\r\ncontent-length: %d\r\n\r\n" % len(refusal.body)
+            + refusal.body
         )
         if self._transport.can_write_eof():
             self._transport.write_eof()
         self.deadline = self._loop.time() + LINGER_SECONDS
+
+    def _note_unread(self, refusal: ErrorAnswer | None = None) -> None:
+        """A request whose head was read, and which is no call yet, ends here: that is its record."""
+        if self._in_message and self._endpoint is not None and not self._refused:
+            if refusal is not None and self._exchange is not None:
+                refusal = replace(refusal, status=0)  # behind another answer it is not sent
+            self._door.note_unread(self._endpoint, self._headers, self._body_bytes, refusal)
 
     def _close_behind_answers(self) -> None:
         """What was read whole is still answered."""

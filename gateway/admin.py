@@ -1,0 +1,168 @@
+"""The admin listener: changes of state while the gateway runs. Off unless it is configured, on an address of its own.
+
+Every request needs the admin key, also one for a path that does not exist. What can be changed: which replicas get new
+requests (drain), and which there are besides those of the file (registration, `feeds/registry.py`). Nothing of it
+outlives the process: the file says what the gateway starts with.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import socket
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import msgspec
+import uvicorn
+from fastapi import FastAPI, Request, Response
+from fastapi.responses import JSONResponse
+from uvicorn.server import ServerState
+
+from gateway.admin_key import AdminKey
+from gateway.config import ConfigError, Seconds, Server, TokensPerSecond, explained, replica_url
+from gateway.core.model import ReplicaId
+from gateway.feeds.discovery import Discovery
+from gateway.feeds.registry import Refused, Registry
+from gateway.proxy import asgi_client, http_client
+from gateway.proxy.control_connection import ControlConnection
+from gateway.proxy.errors import AdminKeyRequired, Blame, BodyTooLarge, ErrorAnswer, answer, refusal
+from gateway.responses import refuse_as_openai_does, response_of
+from gateway.views import FleetView
+
+log = logging.getLogger(__name__)
+
+MAX_BODY_BYTES = 64 * 1024
+"""A registration is three short fields."""
+BACKLOG = 64
+CLOSE_SECONDS = 1.0
+"""For requests under way when the gateway stops: none takes longer but one that waits for a resolver."""
+
+WANTED_URL = "The url of a replica is http://HOST[:PORT], without path, query or user."
+REFUSED = {
+    "registration_off": 403,
+    "address_not_allowed": 403,
+    "unresolvable": 400,
+    "too_many_registrations": 409,
+}
+"""Status for each code of `registry.Refused`."""
+
+
+class Wanted(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Body of a registration."""
+
+    url: str
+    prefill_rate: TokensPerSecond | None = None
+    lease_seconds: Seconds | None = None
+    """Forgotten after this unless it is registered again; never, when not given."""
+
+
+def build_admin_api(
+    key: AdminKey, discovery: Discovery, registry: Registry, view: FleetView, clock: Callable[[], float]
+) -> Any:
+    """The ASGI application of the admin listener."""
+    api = FastAPI(title="Warmlane admin", docs_url=None, redoc_url=None, redirect_slashes=False)
+    refuse_as_openai_does(api)
+
+    @api.get("/warmlane/replicas")
+    async def replicas() -> Response:
+        """All replicas, and who is registered but stays out."""
+        return JSONResponse(view.show(clock()))
+
+    @api.post("/warmlane/replicas")
+    async def register(request: Request) -> Response:
+        """Register a replica, or renew its registration."""
+        try:
+            body = await asgi_client.read_body(request.scope, request.receive, MAX_BODY_BYTES)
+            wanted = msgspec.json.decode(body, type=Wanted)
+            url = ReplicaId(replica_url(wanted.url))
+            registration = await registry.register(url, wanted.prefill_rate, wanted.lease_seconds)
+        except BodyTooLarge as error:
+            await asgi_client.discard_body(error, request.scope, request.receive)
+            return response_of(answer(error), close=True)
+        except asgi_client.ClientLeft:
+            return Response(status_code=499)  # nobody reads it
+        except (msgspec.DecodeError, RecursionError) as error:
+            return response_of(refused(400, "invalid_registration", explained(str(error))))
+        except ConfigError:  # its message repeats the URL, and with it a password that somebody put there
+            return response_of(refused(400, "invalid_replica_url", WANTED_URL))
+        except Refused as error:
+            return response_of(refused(REFUSED[error.code], error.code, str(error)))
+        return JSONResponse(view.show_registration(registration))
+
+    @api.delete("/warmlane/replicas/{replica:path}")
+    async def unregister(replica: str) -> Response:
+        """Take a registration back. Requests that run there may finish."""
+        if not registry.unregister(named(replica)):
+            return response_of(refused(404, "not_registered", f"Not registered: {replica}"))
+        return Response(status_code=204)
+
+    @api.post("/warmlane/replicas/{replica:path}/drain")
+    async def drain(replica: str) -> Response:
+        """No new requests for this replica. Those that run there finish."""
+        return switch(replica, True)
+
+    @api.post("/warmlane/replicas/{replica:path}/undrain")
+    async def undrain(replica: str) -> Response:
+        """It gets requests again."""
+        return switch(replica, False)
+
+    def switch(replica: str, draining: bool) -> Response:
+        url = named(replica)
+        if not discovery.drain(url, draining):
+            return response_of(refused(404, "no_such_replica", f"No such replica: {replica}"))
+        log.info("%s %s", url, "is drained: no new requests" if draining else "is not drained any more")
+        return JSONResponse(view.show_replica(url, clock()))
+
+    return guarded(api, key)
+
+
+def named(replica: str) -> ReplicaId:
+    """A replica as a path names it: its URL, or the URL's `HOST:PORT`. What is neither names none."""
+    try:
+        return ReplicaId(replica_url(replica if "://" in replica else f"http://{replica}"))
+    except ConfigError:
+        return ReplicaId("")
+
+
+def refused(status: int, code: str, message: str) -> ErrorAnswer:
+    return refusal(Blame(status, "invalid_request_error", code), message)
+
+
+def guarded(api: Any, key: AdminKey) -> Any:
+    """Nobody gets as far as the paths without the key."""
+
+    async def served(scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] == "http":
+            if key.opens(scope["headers"]):
+                await api(scope, receive, send)
+            else:
+                await asgi_client.send_answer(send, answer(AdminKeyRequired()), close=True)
+
+    return served
+
+
+@contextlib.asynccontextmanager
+async def listening(api: Any, sock: socket.socket, limits: Server) -> AsyncIterator[None]:
+    """Serve `api` on a bound socket, beside the gateway's own server and with the same limits of time and size."""
+    loop, state = asyncio.get_running_loop(), ServerState()
+    config = uvicorn.Config(api, ws="none", lifespan="off", access_log=False, log_config=None, log_level="error")
+
+    def connection() -> asyncio.Protocol:
+        return ControlConnection(limits, config=config, server_state=state, app_state={}, _loop=loop)
+
+    server = await loop.create_server(connection, sock=sock, backlog=BACKLOG)
+    sweeping = asyncio.create_task(http_client.sweep(state, loop))
+    try:
+        yield
+    finally:
+        server.close()
+        sweeping.cancel()
+        for one in list(state.connections):
+            one.shutdown()
+        if state.tasks:
+            await asyncio.wait(set(state.tasks), timeout=CLOSE_SECONDS)
+        for one in list(state.connections):
+            one.transport.abort()
+        await asyncio.gather(sweeping, return_exceptions=True)

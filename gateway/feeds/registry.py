@@ -1,0 +1,266 @@
+"""Registry: replicas that come and go on somebody's word while the gateway runs (an autoscaler's, as a rule).
+
+A registration is a URL, and for how long it is good. Nothing of it is believed:
+
+- its host is resolved here, every address is checked (`addresses.py`), and the address that was checked is the replica:
+  a name that later points elsewhere is checked again before anything is sent there. With https the name stays, for the
+  certificate proves it;
+- it must answer `/v1/models` before it gets a request, so nothing that is no model server is ever sent one;
+- it may not serve a model that another replica serves already, unless that is allowed. Configured replicas win whenever
+  they appear, among registered ones the first does. It stays out as a whole: requests that name no model go anywhere.
+
+What is out stays listed with the reason. Every interval all of it is gone through again, so nothing depends on having
+seen a change, and a registration that is not repeated in its time is forgotten.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from urllib.parse import urlsplit
+
+from gateway.core.model import Fact, ModelCard, ModelsListed, ReplicaId, ReplicaRemoved
+from gateway.feeds.addresses import Allowlist, Forbidden
+from gateway.feeds.discovery import Resolve, bracketed, resolve
+from gateway.feeds.fetch import FetchFailed
+
+log = logging.getLogger(__name__)
+
+MAX_REGISTRATIONS = 256
+"""More than a gateway has replicas; a caller that runs wild must not fill the memory or the resolver's queue."""
+MAX_ADDRESSES = 64
+"""Of one name, for the same reason."""
+RESOLVE_SECONDS = 2.0
+"""Whoever registers waits for this."""
+SHOWN = 5
+"""Model names in a message; adapters go into the hundreds."""
+
+ListModels = Callable[[ReplicaId], Awaitable[tuple[ModelCard, ...]]]
+"""Asks a replica for its models. Raises `FetchFailed`."""
+
+
+class Refused(Exception):
+    """The registration is not taken. `code` is a short word for programs."""
+
+    def __init__(self, message: str, code: str) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+@dataclass(slots=True)
+class Candidate:
+    """One address of a registration."""
+
+    models: frozenset[str] | None = None
+    """`None` until it has listed them."""
+    problem: str = "was not asked for its models yet"
+    """Why it is out; empty while it is in."""
+
+
+@dataclass(slots=True)
+class Registration:
+    url: ReplicaId
+    prefill_rate: float | None = None
+    expires_at: float | None = None
+    problem: str = ""
+    """Why none of its addresses is in; empty otherwise."""
+    candidates: dict[ReplicaId, Candidate] = field(default_factory=dict)
+
+
+class Registry:
+    """`changed` hears of every change of what is in: replica -> known prefill rate or `None`. `is_configured` tells
+    whether the file, or a name in it, knows a replica already."""
+
+    def __init__(
+        self,
+        allowlist: Allowlist,
+        changed: Callable[[Mapping[ReplicaId, float | None]], None],
+        is_configured: Callable[[ReplicaId], bool],
+        list_models: ListModels,
+        *,
+        allow_existing_models: bool = False,
+        interval_seconds: float = 5.0,
+        resolve: Resolve = resolve,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+    ) -> None:
+        self._allowlist = allowlist
+        self._changed = changed
+        self._is_configured = is_configured
+        self._list_models = list_models
+        self._allow_existing_models = allow_existing_models
+        self._interval_seconds = interval_seconds
+        self._resolve = resolve
+        self._clock = clock
+        self._sleep = sleep
+        self._registrations: dict[ReplicaId, Registration] = {}
+        self._admitted: dict[ReplicaId, float | None] = {}
+        self._listed: dict[ReplicaId, frozenset[str]] = {}
+        """Models of every replica of the gateway, as the probes report them."""
+
+    def __iter__(self) -> Iterator[Registration]:
+        return iter(tuple(self._registrations.values()))
+
+    def __repr__(self) -> str:
+        return f"<Registry: {len(self._registrations)} registrations, {len(self._admitted)} replicas in>"
+
+    @property
+    def admitted(self) -> frozenset[ReplicaId]:
+        return frozenset(self._admitted)
+
+    def seconds_left(self, registration: Registration) -> float | None:
+        return None if registration.expires_at is None else registration.expires_at - self._clock()
+
+    async def register(
+        self, url: ReplicaId, prefill_rate: float | None = None, lease_seconds: float | None = None
+    ) -> Registration:
+        """Take a registration, or renew it, and look at it at once. `url` is normalised. Raises `Refused`."""
+        if not self._allowlist:
+            raise Refused("Registration is off: admin.allow names no network.", "registration_off")
+        if url not in self._registrations and len(self._registrations) >= MAX_REGISTRATIONS:
+            raise Refused(f"There are {MAX_REGISTRATIONS} registrations already.", "too_many_registrations")
+        try:
+            await self._addresses(url)
+        except Forbidden as error:
+            log.warning("registration of %s refused: %s", url, error)
+            raise Refused(f"{error}.", "address_not_allowed") from error
+        except (OSError, UnicodeError, TimeoutError) as error:
+            raise Refused(f"{url} does not resolve.", "unresolvable") from error
+        expires_at = None if lease_seconds is None else self._clock() + lease_seconds
+        registration = self._registrations.get(url)
+        if registration is None:
+            registration = self._registrations[url] = Registration(url)
+            log.info("%s is registered", url)
+        registration.prefill_rate, registration.expires_at = prefill_rate, expires_at
+        await self._examine(registration)
+        return registration
+
+    def unregister(self, url: ReplicaId) -> bool:
+        """Returns whether it was registered."""
+        if self._registrations.pop(url, None) is None:
+            return False
+        log.info("%s is not registered any more", url)
+        self._settle()
+        return True
+
+    async def run(self) -> None:
+        """Goes through everything again and again, until cancelled."""
+        while True:
+            try:
+                await self.reconcile()
+            except Exception:
+                log.exception("the registry stumbled and goes on")
+            await self._sleep(self._interval_seconds)
+
+    async def reconcile(self) -> None:
+        now = self._clock()
+        for registration in self:
+            if registration.expires_at is not None and registration.expires_at <= now:
+                log.info("the registration of %s was not renewed", registration.url)
+                del self._registrations[registration.url]
+        self._settle()
+        await asyncio.gather(*(self._examine(registration) for registration in self))
+
+    def heard(self, fact: Fact) -> None:
+        """A fact on its way to the router. A registered replica whose new list takes a name from others is out before
+        the router reads the list."""
+        if isinstance(fact, ModelsListed):
+            self._listed[fact.replica] = frozenset(card.id for card in fact.models)
+            if self._registrations:
+                self._settle()
+        elif isinstance(fact, ReplicaRemoved):
+            self._listed.pop(fact.replica, None)
+
+    # ---- one registration ------------------------------------------------------------------------------------------
+
+    async def _examine(self, registration: Registration) -> None:
+        try:
+            found = await self._addresses(registration.url)
+        except Forbidden as error:
+            self._note(registration, str(error))
+            registration.candidates.clear()
+        except (OSError, UnicodeError, TimeoutError) as error:
+            self._note(registration, f"does not resolve: {str(error) or 'no answer in time'}")
+        else:
+            self._note(registration, "")
+            known = registration.candidates
+            registration.candidates = {replica: known.get(replica) or Candidate() for replica in found}
+        await asyncio.gather(
+            *(
+                self._ask(replica, candidate)
+                for replica, candidate in registration.candidates.items()
+                if replica not in self._admitted
+            )
+        )
+        self._settle()
+
+    async def _addresses(self, url: ReplicaId) -> list[ReplicaId]:
+        """The replicas that a registered URL stands for. Raises `Forbidden`, and what the resolver does."""
+        parts = urlsplit(url)
+        host = parts.hostname or ""
+        port = parts.port or (443 if parts.scheme == "https" else 80)
+        async with asyncio.timeout(RESOLVE_SECONDS):
+            addresses = sorted(await self._resolve(host, port))
+        for address in addresses:
+            self._allowlist.check(address)
+        if parts.scheme == "https":
+            return [url]
+        return [ReplicaId(f"{parts.scheme}://{bracketed(address)}:{port}") for address in addresses[:MAX_ADDRESSES]]
+
+    async def _ask(self, replica: ReplicaId, candidate: Candidate) -> None:
+        try:
+            candidate.models = frozenset(card.id for card in await self._list_models(replica))
+        except FetchFailed as error:
+            candidate.models = None
+            candidate.problem = f"does not list its models: {error}"
+
+    def _note(self, registration: Registration, problem: str) -> None:
+        if problem and problem != registration.problem:
+            log.warning("%s is registered, but %s", registration.url, problem)
+        registration.problem = problem
+
+    # ---- all of them -----------------------------------------------------------------------------------------------
+
+    def _settle(self) -> None:
+        """Decide anew who is in, from what is known."""
+        taken = {name for replica, names in self._listed.items() if self._is_configured(replica) for name in names}
+        admitted: dict[ReplicaId, float | None] = {}
+        for registration in self._registrations.values():
+            served: set[str] = set()
+            for replica, candidate in registration.candidates.items():
+                if replica in self._admitted and replica in self._listed:
+                    candidate.models = self._listed[replica]
+                if candidate.models is None:
+                    continue
+                self._judge(replica, candidate, taken)
+                if not candidate.problem:
+                    admitted[replica] = registration.prefill_rate
+                    served |= candidate.models
+            taken |= served
+        if admitted != self._admitted:
+            self._admitted = admitted
+            self._changed(dict(admitted))
+
+    def _judge(self, replica: ReplicaId, candidate: Candidate, taken: set[str]) -> None:
+        names = candidate.models or frozenset()
+        claimed = sorted(names & taken) if not self._allow_existing_models else []
+        problem = ""
+        if self._is_configured(replica):
+            problem = "is configured already"
+        elif not names:
+            problem = "lists no model"
+        elif claimed:
+            problem = f"lists models that others serve: {shown(claimed)}"
+        if problem and problem != candidate.problem:
+            log.warning("%s stays out: it %s", replica, problem)
+        elif not problem and candidate.problem:
+            log.info("%s comes in with %s", replica, shown(sorted(names)))
+        candidate.problem = problem
+
+
+def shown(names: Sequence[str]) -> str:
+    """A few names, as a replica gave them: they must not forge a line of the log or flood it."""
+    return ", ".join(repr(name)[:80] for name in names[:SHOWN]) + (", ..." if len(names) > SHOWN else "")

@@ -1,0 +1,94 @@
+"""The operator's side of a gateway: who its replicas are, and taking one out of the traffic and back."""
+
+from __future__ import annotations
+
+from urllib.parse import quote
+
+import httpx
+import msgspec
+from msgspec import Struct
+
+from gateway.dry_run import TIMEOUT_SECONDS, Unanswered, aligned, message_of
+
+
+class Load(Struct):
+    age_seconds: float
+    running: int | None
+    waiting: int | None
+    kv_usage: float | None
+
+
+class Replica(Struct):
+    replica: str
+    source: str
+    health: str
+    draining: bool
+    in_flight: int
+    models: list[str]
+    last_failure: str
+    load: Load | None
+
+
+class Address(Struct):
+    replica: str
+    problem: str
+
+
+class Registration(Struct):
+    url: str
+    problem: str
+    addresses: list[Address]
+
+
+class Fleet(Struct):
+    replicas: list[Replica]
+    registrations: list[Registration]
+
+
+def list_replicas(url: str, key: str | None) -> bytes:
+    """All replicas as JSON. Raises `Unanswered`."""
+    return _asked("GET", f"{url.rstrip('/')}/warmlane/replicas", key)
+
+
+def drain(url: str, replica: str, key: str | None, *, draining: bool) -> bytes:
+    """No new requests for this replica, or requests again. `url` is the admin listener's. Raises `Unanswered`."""
+    verb = "drain" if draining else "undrain"
+    return _asked("POST", f"{url.rstrip('/')}/warmlane/replicas/{quote(replica, safe='')}/{verb}", key)
+
+
+def _asked(method: str, url: str, key: str | None) -> bytes:
+    headers = {} if key is None else {"authorization": f"Bearer {key}"}
+    try:
+        with httpx.Client(trust_env=False, timeout=TIMEOUT_SECONDS) as client:
+            answer = client.request(method, url, headers=headers)
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
+        raise Unanswered(f"{url}: {error}") from error
+    if answer.status_code != 200:
+        raise Unanswered(f"{url}: HTTP {answer.status_code}: {message_of(answer.content)}")
+    return answer.content
+
+
+def table(answer: bytes) -> str:
+    """The replicas for people, and below them who is registered but stays out, and why."""
+    try:
+        fleet = msgspec.json.decode(answer, type=Fleet)
+    except msgspec.DecodeError as error:
+        raise Unanswered(f"not an answer of a Warmlane gateway: {error}") from error
+    rows = [["replica", "source", "health", "in flight", "running", "waiting", "kv", "load age", "models"]]
+    rows += [_row(one) for one in fleet.replicas]
+    lines = aligned(rows)
+    for registration in fleet.registrations:
+        if registration.problem:
+            lines.append(f"registered but out: {registration.url}: {registration.problem}")
+        lines += [f"registered but out: {one.replica}: {one.problem}" for one in registration.addresses if one.problem]
+    return "\n".join(lines)
+
+
+def _row(one: Replica) -> list[str]:
+    health = f"{one.health}, draining" if one.draining else one.health
+    load = one.load
+    kv = "-" if load is None or load.kv_usage is None else f"{load.kv_usage:.0%}"
+    age = "-" if load is None else f"{load.age_seconds:.1f} s"
+    running, waiting = (None, None) if load is None else (load.running, load.waiting)
+    counts = ["-" if count is None else str(count) for count in (one.in_flight, running, waiting)]
+    return [one.replica, one.source, health, *counts, kv, age, str(len(one.models))]

@@ -1,0 +1,124 @@
+"""Views: what operators may look at. They change nothing, but they tell who serves what and how busy it is.
+
+Open where only this machine can ask (the gateway listens on loopback); elsewhere they want the admin key.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Iterable
+from typing import Any
+
+from gateway.admin_key import AdminKey
+from gateway.core.model import Decision, ReplicaStatistics
+from gateway.core.router import Router
+from gateway.feeds.discovery import Discovery
+from gateway.feeds.registry import Registration, Registry
+from gateway.proxy.errors import AdminKeyRequired, NotOpen
+
+
+class Viewers:
+    """Who may look."""
+
+    def __init__(self, host: str, key: AdminKey | None) -> None:
+        self._is_local = is_loopback(host)
+        self._key = key
+
+    def check(self, headers: Iterable[tuple[bytes, bytes]]) -> None:
+        """Raises `NotOpen` or `AdminKeyRequired`."""
+        if self._is_local:
+            return
+        if self._key is None:
+            raise NotOpen(
+                "This is open on loopback addresses only, or with an admin key ([admin] in the configuration)."
+            )
+        if not self._key.opens(headers):
+            raise AdminKeyRequired
+
+
+class FleetView:
+    """All replicas as JSON: what the router knows of each, where it comes from, and who is registered but stays out."""
+
+    def __init__(self, router: Router, discovery: Discovery, registry: Registry) -> None:
+        self._router = router
+        self._discovery = discovery
+        self._registry = registry
+
+    def show(self, now: float) -> dict[str, Any]:
+        replicas = self._router.statistics(now).replicas
+        return {
+            "replicas": [self._replica(one) for one in replicas],
+            "registrations": [self.show_registration(one) for one in self._registry],
+        }
+
+    def show_replica(self, url: str, now: float) -> dict[str, Any] | None:
+        """`None` when there is no such replica."""
+        replicas = self._router.statistics(now).replicas
+        return next((self._replica(one) for one in replicas if one.replica == url), None)
+
+    def show_registration(self, registration: Registration) -> dict[str, Any]:
+        addresses = [
+            {"replica": replica, "in": replica in self._registry.admitted, "problem": candidate.problem}
+            for replica, candidate in registration.candidates.items()
+        ]
+        return {
+            "url": registration.url,
+            "problem": registration.problem,
+            "lease_seconds_left": self._registry.seconds_left(registration),
+            "addresses": addresses,
+        }
+
+    def _replica(self, one: ReplicaStatistics) -> dict[str, Any]:
+        load = one.load
+        return {
+            "replica": one.replica,
+            "source": self._discovery.source(one.replica),
+            "health": one.health.value,
+            "available": one.available,
+            "draining": one.draining,
+            "last_failure": one.last_failure,
+            "models": [card.id for card in one.models],
+            "in_flight": one.in_flight,
+            "pending_tokens": round(one.pending_tokens),
+            "prefill_tokens_per_second": round(one.prefill_rate),
+            "cache_tokens": round(one.cache_tokens),
+            "cache_tokens_known": one.cache_tokens_known,
+            "index_blocks": one.index_blocks,
+            "load": None
+            if load is None
+            else {
+                "age_seconds": one.load_age,
+                "running": load.running,
+                "waiting": load.waiting,
+                "kv_usage": load.kv_usage,
+            },
+        }
+
+
+def explained(decision: Decision) -> dict[str, Any]:
+    """A decision as JSON: every candidate's cost in seconds, part by part, best first."""
+    return {
+        "policy": decision.policy,
+        "reason": decision.reason.value,
+        "replica": decision.replica,
+        "ranking": [
+            {
+                "replica": view.replica,
+                "total_seconds": cost.total,
+                "parts": dict(cost.parts),
+                "prompt_tokens": round(view.prompt_tokens),
+                "cached_tokens": round(view.cached_tokens),
+                "pending_tokens": round(view.pending_tokens),
+                "in_flight": view.in_flight,
+                "kv_usage": view.kv_usage,
+            }
+            for view, cost in decision.ranking
+        ],
+    }
+
+
+def is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

@@ -1,0 +1,274 @@
+"""What clients say and show stays between them and the replica (O-22): the real command in a process of its own, with
+everything switched on that could tell, and marked words wherever a client can put them. They must turn up nowhere else.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import contextlib
+import json
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.chaos.rig import GatewayProcess, eventually
+from tests.proxy.scripted import Exchange, ScriptedReplica, answer_chat
+
+MARK = "zq7canary"
+"""Begins every marked word; in base64 and percent-encoded too it would show."""
+PLACES = ("bearer", "key", "cookie", "query", "prompt", "image", "arguments", "session", "user", "echo")
+WORDS = {place: f"{MARK}-{place}-5f1b" for place in PLACES}
+IMAGE = base64.b64encode(WORDS["image"].encode() * 50).decode()
+SECRETS = (MARK, IMAGE[8:40], base64.b64encode(MARK.encode()).decode()[:10])
+ADMIN_KEY = f"{MARK}-admin-key"
+HEADERS = {
+    "authorization": f"Bearer {WORDS['bearer']}",
+    "x-api-key": WORDS["key"],
+    "cookie": f"session={WORDS['cookie']}",
+    "x-session-id": WORDS["session"],
+    "content-type": "application/json",
+}
+CHAT = f"/v1/chat/completions?q={WORDS['query']}"
+BODY: dict[str, Any] = {
+    "model": "m",
+    "user": WORDS["user"],
+    "messages": [
+        {
+            "role": "user",
+            "content": [
+                {"type": "text", "text": WORDS["prompt"] * 400},
+                {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{IMAGE}"}},
+            ],
+        },
+        {
+            "role": "assistant",
+            "content": None,
+            "tool_calls": [
+                {"id": "c", "type": "function", "function": {"name": "f", "arguments": json.dumps(WORDS["arguments"])}}
+            ],
+        },
+        {"role": "tool", "tool_call_id": "c", "content": WORDS["prompt"]},
+    ],
+}
+PLANTED = """
+import logging
+logging.INFO = logging.DEBUG  # so that the command logs all there is
+from gateway import prompt, views
+parse, check = prompt.parse, views.Viewers.check
+def broken_parse(body, *rest, **more):
+    if b"plant" in body:
+        try:
+            raise KeyError(body.decode())
+        except KeyError as error:
+            raise ExceptionGroup(body.decode(), [ValueError(body.decode())]) from error
+    return parse(body, *rest, **more)
+def broken_check(self, headers):
+    if any(name == b"x-plant" for name, _ in headers):
+        raise LookupError(repr(list(headers)))
+    check(self, headers)
+prompt.parse, views.Viewers.check = broken_parse, broken_check
+from gateway.cli import main
+main()
+"""
+"""The command with two bugs of the kind that quotes what it was handling."""
+
+Send = Callable[["Client"], Any]
+
+
+async def replica_script(exchange: Exchange) -> None:
+    """Does what the query says, and quotes the request wherever a replica might."""
+    wanted = exchange.request_line.partition(b"do=")[2].partition(b" ")[0]
+    quoted = exchange.body[-20_000:] + WORDS["echo"].encode()
+    error = json.dumps({"error": {"message": quoted.decode("utf-8", "replace"), "type": "x", "code": 1}}).encode()
+    match wanted:
+        case b"error":
+            await exchange.answer(error, status="500 Internal Server Error")
+        case b"reject":
+            await exchange.answer(error, status="400 Bad Request")
+        case b"babble":
+            await exchange.send(quoted)
+            exchange.reset()
+        case b"break":
+            await exchange.start_stream()
+            await exchange.chunk(
+                b'data: {"choices":[{"index":0,"delta":{"content":"' + WORDS["echo"].encode() + b'"}}]}\n\n'
+            )
+            exchange.reset()
+        case b"hold":
+            await exchange.wait_closed(30.0)
+        case _:
+            await answer_chat(exchange)
+
+
+class Client:
+    """One that puts marked words everywhere."""
+
+    def __init__(self, gateway: GatewayProcess, http: httpx.AsyncClient) -> None:
+        self.gateway = gateway
+        self.http = http
+
+    async def post(self, do: str = "", **fields: Any) -> httpx.Response:
+        return await self.send(f"{CHAT}&do={do}", json.dumps({**BODY, **fields}).encode())
+
+    async def send(self, path: str, body: bytes, method: str = "POST", **headers: str) -> httpx.Response:
+        return await self.http.request(method, path, content=body, headers={**HEADERS, **headers})
+
+    async def raw(self, data: bytes) -> bytes:
+        """Bytes as they are; returns what comes back."""
+        reader, writer = await asyncio.open_connection("127.0.0.1", self.gateway.port)
+        with contextlib.suppress(ConnectionError):
+            writer.write(data)
+            await writer.drain()
+        answer = b""
+        with contextlib.suppress(ConnectionError):
+            answer = await asyncio.wait_for(reader.read(), 10.0)
+        writer.close()
+        with contextlib.suppress(ConnectionError):
+            await writer.wait_closed()
+        return answer
+
+
+def head(method: str, path: str, *lines: str) -> bytes:
+    """A request's head with every marked header."""
+    fields = [f"{name}: {value}" for name, value in HEADERS.items()]
+    return "\r\n".join([f"{method} {path} HTTP/1.1", "host: gateway", *fields, *lines, "", ""]).encode()
+
+
+async def leave_early(client: Client) -> None:
+    with contextlib.suppress(httpx.ReadTimeout):
+        await client.http.post(f"{CHAT}&do=hold", json=BODY, headers=HEADERS, timeout=0.3)
+
+
+async def leave_while_sending(client: Client) -> None:
+    _, writer = await asyncio.open_connection("127.0.0.1", client.gateway.port)
+    writer.write(head("POST", CHAT, "content-length: 5000") + b'{"model": "' + WORDS["prompt"].encode())
+    await writer.drain()
+    await asyncio.sleep(0.1)
+    writer.close()
+
+
+REQUESTS: dict[str, tuple[int | None, Send]] = {
+    "answered": (200, lambda client: client.post()),
+    "streamed": (200, lambda client: client.post(stream=True)),
+    "no JSON": (400, lambda client: client.send(CHAT, WORDS["prompt"].encode() * 3)),
+    "cut JSON": (400, lambda client: client.send(CHAT, json.dumps(BODY).encode()[:-40])),
+    "too large": (413, lambda client: client.send(CHAT, json.dumps(BODY).encode() + b" " * 2**20)),
+    "too large, in pieces": (
+        413,
+        lambda client: client.raw(
+            head("POST", CHAT, "transfer-encoding: chunked") + b"180000\r\n" + WORDS["prompt"].encode() * 100_000
+        ),
+    ),
+    "no path": (404, lambda client: client.send(f"/v1/nothing?q={WORDS['query']}", b"{}")),
+    "bad framing": (
+        None,  # 400; where uvicorn reads, it says so itself, and the record has a client that left
+        lambda client: client.raw(
+            head("POST", CHAT, "transfer-encoding: chunked") + f"{WORDS['prompt']}\r\n".encode() * 9
+        ),
+    ),
+    "replica's 500": (500, lambda client: client.post("error")),
+    "replica's 400": (400, lambda client: client.post("reject")),
+    "no HTTP": (502, lambda client: client.post("babble")),
+    "broken stream": (200, lambda client: client.post("break", stream=True)),
+    "left": (0, leave_early),
+    "left while sending": (0, leave_while_sending),
+    "a bug": (0, lambda client: client.post(plant=True)),
+    "forged id": (200, lambda client: client.send(CHAT, json.dumps(BODY).encode(), **{"x-request-id": f"a\t{MARK}"})),
+}
+"""Name -> status in its one record, and how it is made."""
+CONTROL: dict[str, Send] = {
+    "dry run": lambda client: client.send(f"/warmlane/route?q={WORDS['query']}", json.dumps(BODY).encode()),
+    "dry run of no JSON": lambda client: client.send("/warmlane/route", WORDS["prompt"].encode()),
+    "dry run that hits a bug": lambda client: client.send(
+        "/warmlane/route", json.dumps(BODY).encode(), **{"x-plant": "1"}
+    ),
+    "large head": lambda client: client.raw(head("POST", CHAT, f"x-large: {WORDS['key'] * 9000}")),
+    "folded id": lambda client: client.raw(
+        head("POST", CHAT, f"x-request-id: a\r\n {WORDS['key']}", "content-length: 0")
+    ),
+    "no HTTP at all": lambda client: client.raw(WORDS["bearer"].encode() + b"\r\n\r\n"),
+    "metrics": lambda client: client.send(f"/metrics?q={WORDS['query']}", b"", "GET"),
+    "wrong admin key": lambda client: client.send(f"/warmlane/replicas?q={WORDS['query']}", b"", "GET"),
+}
+"""What leaves no record: it is for the gateway itself, or has no head that could be read."""
+
+
+@contextlib.asynccontextmanager
+async def gateway_in_front(folder: Path, replica: ScriptedReplica, mode: str) -> AsyncIterator[Client]:
+    config = {
+        "server": {"http": mode, "max_body_mib": 1, "log_blocks": True},
+        "routing": {"shadow": ["least-work", "session-hash"]},
+        "admin": {"port": 0, "key_file": str(folder / "admin.key"), "allow": ["127.0.0.0/8"]},
+    }
+    (folder / "admin.key").write_text(ADMIN_KEY)
+    gateway = GatewayProcess("gateway", folder, config, [replica.url])
+    gateway.command[1:3] = ["-X", "dev", "-c", PLANTED]
+    await gateway.start()
+    try:
+        await eventually(lambda: is_ready(gateway), "the gateway is ready")
+        async with httpx.AsyncClient(base_url=gateway.url, trust_env=False, timeout=20.0) as http:
+            yield Client(gateway, http)
+    finally:
+        await gateway.close()
+
+
+async def is_ready(gateway: GatewayProcess) -> bool:
+    return (await gateway.get("/ready")).status_code == 200
+
+
+def marked(text: str) -> list[str]:
+    """Lines with a marked word, short enough to read."""
+    return [line[:400] for line in text.splitlines() if any(secret in line for secret in SECRETS)]
+
+
+@pytest.mark.parametrize("mode", ["fast", "asgi"])
+async def test_marked_words_turn_up_nowhere_and_each_request_has_one_record(tmp_path: Path, mode: str) -> None:
+    async with ScriptedReplica(replica_script).running() as replica:
+        async with gateway_in_front(tmp_path, replica, mode) as client:
+            gateway = client.gateway
+            sent = 0
+            for name, (status, send) in REQUESTS.items():
+                with contextlib.suppress(httpx.RemoteProtocolError):  # cut short on purpose
+                    await send(client)
+                sent += 1
+                await eventually(lambda n=sent: len(gateway.log_records()) >= n, f"{name}: its record is written", 10.0)
+                assert status in (None, gateway.log_records()[-1]["status"]), name
+            for send in CONTROL.values():
+                await send(client)
+            innocent = await gateway.chat()
+            assert innocent.status_code == 200
+            page = (await gateway.get("/metrics")).text
+            view = (await gateway.get("/warmlane/replicas")).text
+        records = gateway.log_records()
+        assert len(records) == sent + 1, "one request, one record"
+        assert len({record["request_id"] for record in records}) == len(records)
+        told = {
+            "stdout": gateway.out,
+            "stderr": gateway.err,
+            "metrics": page,
+            "view": view,
+            "another's answer": innocent.text + str(innocent.headers),
+        }
+        assert {name: marked(text) for name, text in told.items() if marked(text)} == {}
+        assert all(line.startswith("{") for line in gateway.out.splitlines()), "no forged line"
+        assert "withheld" in gateway.err, "the planted bugs were hit, and reported without what they quote"
+
+
+@pytest.mark.parametrize("mode", ["fast", "asgi"])
+async def test_what_the_gateway_itself_refuses_quotes_nothing(tmp_path: Path, mode: str) -> None:
+    async with ScriptedReplica(replica_script).running() as replica:
+        async with gateway_in_front(tmp_path, replica, mode) as client:
+            for name in ("no JSON", "cut JSON", "too large", "no path", "no HTTP"):
+                answer = await REQUESTS[name][1](client)
+                assert marked(answer.text + str(answer.headers)) == [], name
+            for name in ("too large, in pieces", "bad framing"):
+                answer = await REQUESTS[name][1](client)
+                assert marked(answer.decode("latin-1")) == [], name
+            for name, send in CONTROL.items():
+                answer = await send(client)
+                text = answer.decode("latin-1") if isinstance(answer, bytes) else answer.text + str(answer.headers)
+                assert marked(text) == [], name
