@@ -5,22 +5,25 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
+import shutil
 import subprocess
 from pathlib import Path
 from random import Random
 from typing import Any
 
 import pytest
+from msgspec import structs
 
-from tests.vllm.conftest import LOGS, ROOT, Fleet
+from tests.vllm.conftest import HOST, LOGS, ROOT, START_SECONDS, Fleet, Run, close, free_port, new_worker, wait_until
 from workers import presets
-from workers.launch import command_line
+from workers.launch import base_url, command_line
 from workers.planner.hardware import GPUS
 from workers.planner.kv_cache import Capacity, block_bytes, capacity, groups_of, stages_of
 from workers.planner.layouts import in_flight_tokens
 from workers.planner.models import Layer, load
 from workers.planner.settings import flags_of, settings_of
-from workers.presets.versions import NEWEST
+from workers.presets.versions import NEWEST, known, parse_version
 
 pytestmark = pytest.mark.vllm
 
@@ -30,8 +33,32 @@ ORACLE_SECONDS = 120.0
 KINDS = (Layer("full"), Layer("sliding", 128), Layer("sliding", 1024), Layer("local", 8192))
 
 
+TINY_GPT_OSS = {
+    "architectures": ["GptOssForCausalLM"],
+    "model_type": "gpt_oss",
+    "hidden_size": 128,
+    "intermediate_size": 128,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "sliding_window": 128,
+    "vocab_size": 4096,
+    "max_position_embeddings": 32768,
+    "torch_dtype": "bfloat16",
+    "attention_bias": True,
+    "tie_word_embeddings": False,
+}
+
+
+def vllm_executable() -> str:
+    return str(ROOT / os.environ.get("VLLM_VENV", ".venv-vllm") / "bin" / "vllm")
+
+
 def vllm_python() -> str:
-    return str(ROOT / os.environ.get("VLLM_VENV", ".venv-vllm") / "bin" / "python")
+    return str(Path(vllm_executable()).with_name("python"))
 
 
 def random_case(random: Random) -> dict[str, Any]:
@@ -91,17 +118,64 @@ def said(log: Path) -> tuple[int, int, float]:
     return int(tokens.replace(",", "")), int(context.replace(",", "")), float(concurrency)
 
 
-def planned_for(model: str, words: list[str], blocks: int) -> tuple[int, int, float]:
-    shape = load(model)
-    settings = settings_of(flags_of(words), shape, GPUS["h100-80"], NEWEST)
+def planned_for(model: str, words: list[str]) -> tuple[int, int, float]:
+    """The same from the planner. On the CPU vLLM schedules one step at a time."""
+    shape, flags = load(model), flags_of(words)
+    settings = settings_of({**flags, "async-scheduling": False}, shape, GPUS["h100-80"], NEWEST)
     found = capacity(
-        groups_of(shape.layers), blocks, settings.block_size, settings.max_model_len, in_flight_tokens(settings, NEWEST)
+        groups_of(shape.layers),
+        int(flags["num-gpu-blocks-override"]),
+        settings.block_size,
+        settings.max_model_len,
+        in_flight_tokens(settings, NEWEST),
     )
     return found.reported_tokens, settings.max_model_len, round(found.concurrency, 2)
 
 
-def test_the_plan_of_a_real_replica_is_what_it_reports(vllm_fleet: Fleet) -> None:
+def test_the_plan_of_a_real_replica_is_what_it_reports(replicas: Fleet) -> None:
     preset = presets.load("cpu-tiny")
     words = list(command_line(preset).argv[3:])
-    blocks = int(preset.profile().flags["num-gpu-blocks-override"])
-    assert said(LOGS / "replica-1.log") == planned_for(str(ROOT / preset.model), words, blocks)
+    assert replicas.workers
+    assert said(LOGS / "replica-1.log") == planned_for(str(ROOT / preset.model), words)
+
+
+def test_the_plan_of_a_real_replica_with_windows_is_what_it_reports(tmp_path: Path, background: Run[Any]) -> None:
+    """The architecture of gpt-oss, tiny and with random weights: windows and all, by turns."""
+    model = tmp_path / "tiny-gpt-oss"
+    shutil.copytree(ROOT / presets.load("cpu-tiny").model, model, ignore=shutil.ignore_patterns("*.safetensors"))
+    (model / "config.json").write_text(json.dumps(TINY_GPT_OSS))
+    preset = structs.replace(presets.load("cpu-tiny"), model=str(model))
+    more = shlex.split(
+        "--load-format dummy --max-model-len 8192 --max-num-batched-tokens 2048 --num-gpu-blocks-override 600"
+    )
+    command = command_line(preset, host=HOST, port=free_port(), vllm=vllm_executable(), extra=more)
+    worker = new_worker("windows", command.argv, command.environment, base_url(HOST, 1))
+    log = LOGS / "windows.log"
+    try:
+        background(worker.start())
+        wait_until(lambda: REPORTED.search(log.read_text(encoding="utf-8")), "it has a KV cache", START_SECONDS)
+    finally:
+        background(worker.stop())
+        close(worker)
+    assert said(log) == planned_for(str(model), list(command.argv[3:]))
+    assert said(log)[0] == 15_123
+
+
+def test_the_list_of_flags_is_that_of_the_installed_vllm() -> None:
+    """`workers/presets/known/vllm.toml` against vLLM's parser; the installed version must be one of those listed."""
+    answer = subprocess.run(
+        [vllm_python(), str(Path(__file__).with_name("flags_oracle.py"))],
+        env={**os.environ, "VLLM_TARGET_DEVICE": "cpu", "VLLM_LOGGING_LEVEL": "ERROR"},
+        capture_output=True,
+        text=True,
+        timeout=ORACLE_SECONDS,
+        check=True,
+    )
+    installed = json.loads(answer.stdout.splitlines()[-1])
+    version = parse_version(installed["version"])
+    lists = known()
+    listed = {name for name, entry in lists.flags.items() if entry.covers(version)}
+    variables = {name for name, entry in lists.variables.items() if entry.covers(version)}
+    assert set(installed["flags"]) - listed == set()
+    assert listed - set(installed["flags"]) == set()
+    assert variables == {name for name in installed["variables"] if name.startswith("VLLM_")}

@@ -123,6 +123,36 @@ def test_the_working_set_bounds_what_can_be_hit() -> None:
     assert ask("h200-141").reusable_share is None
 
 
+def test_windows_reserve_room_for_the_batches_that_are_scheduled_at_once() -> None:
+    """One before 0.26, since then one for each stage and one that is prepared meanwhile."""
+
+    def reserved(count: int, flags: str, vllm: str) -> int:
+        asked = f"--max-num-batched-tokens 2048 {flags}"
+        return ask("h100-80", count, flags=flags_of(asked.split()), vllm=vllm).chosen.capacity.window_blocks - 1
+
+    one, two, three = (-(-(127 + batches * 2048) // 16) for batches in (1, 2, 3))
+    assert reserved(2, "-tp 2", "0.25.1") == one
+    assert reserved(2, "-tp 2", "0.26.0") == two
+    assert reserved(2, "-tp 2 --no-async-scheduling", "0.32.0") == one
+    assert reserved(2, "-pp 2", "0.32.0") == three
+
+
+def test_kv_tokens_are_what_that_version_writes() -> None:
+    """Before 0.21 the log counted blocks by groups: half of the prompt tokens where windows are half of the groups."""
+    old, new = (ask("h100-80", 2, profile="spec", vllm=version) for version in ("0.20.0", "0.21.0"))
+    assert old.chosen.capacity == new.chosen.capacity
+    assert old.chosen.reported_tokens == old.chosen.raw_tokens // 2
+    assert new.chosen.reported_tokens > old.chosen.reported_tokens
+
+
+def test_kv_events_cost_half_of_the_cache_before_0_20() -> None:
+    with_events = ask("h100-80", 2, profile="recommended", vllm="0.19.0")
+    assert "W15" in [one.code for one in with_events.findings]
+    assert with_events.chosen.raw_tokens == pytest.approx(
+        ask("h100-80", 2, profile="recommended", vllm="0.20.0").chosen.raw_tokens / 2, rel=0.001
+    )
+
+
 # -- layouts
 
 

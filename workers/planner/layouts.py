@@ -123,7 +123,9 @@ def estimate(
 
 def in_flight_tokens(settings: Settings, version: Version) -> int:
     """Tokens scheduled but not settled, for which windows reserve room."""
-    batches = settings.pipeline_parallel + 1 if behaviour_of(version).batches_in_flight else 1
+    if not behaviour_of(version).batches_in_flight:
+        return settings.max_num_batched_tokens
+    batches = settings.pipeline_parallel + (1 if settings.async_scheduling else 0)
     return batches * settings.max_num_batched_tokens
 
 

@@ -34,6 +34,8 @@ class Settings:
     kv_element_bytes: int
     prefix_caching: bool
     hybrid_manager: bool
+    async_scheduling: bool
+    """The next step is prepared while one runs: vLLM's default on GPUs."""
     enforce_eager: bool
     speculation: bool
     draft_layers: int
@@ -100,6 +102,7 @@ def settings_of(flags: Mapping[str, FlagValue], model: Model, gpu: Gpu, version:
         prefix_caching=bool(flags.get("enable-prefix-caching", True)),
         hybrid_manager=not flags.get("disable-hybrid-kv-cache-manager", False)
         and not (flags.get("kv-events-config") and behaviour.events_end_hybrid_cache),
+        async_scheduling=bool(flags.get("async-scheduling", True)),
         enforce_eager=bool(flags.get("enforce-eager", False)),
         speculation=draft is not None,
         draft_layers=1 if draft is not None and str(draft.get("method", "")).startswith("eagle") else 0,
