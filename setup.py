@@ -42,7 +42,7 @@ COMPILED = [
     ),
     *(
         f"gateway/proxy/{name}.py"
-        for name in ("exchange", "front_door", "gate", "http_client", "relay", "replays", "upstream")
+        for name in ("exchange", "front_door", "gate", "http_client", "relay", "replays", "request_head", "upstream")
     ),
 ]
 

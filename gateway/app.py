@@ -35,6 +35,7 @@ from gateway.config import Config
 from gateway.core.model import Fact, HealthState, ModelCard, ReplicaId, ReplicaRemoved, RoutingError, UnknownModel
 from gateway.core.policy import policy_named
 from gateway.core.router import Router
+from gateway.descriptors import raise_limit, within_descriptors
 from gateway.feeds.addresses import Allowlist
 from gateway.feeds.discovery import Discovery
 from gateway.feeds.fetch import new_client
@@ -54,6 +55,7 @@ from gateway.responses import refuse_as_openai_does, response_of
 from gateway.shadow import Shadows
 from gateway.stderr_log import report_unforeseen
 from gateway.telemetry import Telemetry
+from gateway.tls import Certificate, TlsError, replica_context
 from gateway.views import FleetView, Viewers, explained
 
 log = logging.getLogger(__name__)
@@ -79,6 +81,7 @@ class Gateway:
     def __init__(self, config: Config, loop: asyncio.AbstractEventLoop) -> None:
         self.config = config
         self.clock = time.monotonic
+        self.replica_tls = replica_context(config.upstream.ca_file)
         settings = config.routing.settings()
         self.router = Router(settings, seed=secrets.randbits(32))
         self.telemetry = Telemetry(
@@ -99,6 +102,7 @@ class Gateway:
             self.clock,
             loop,
             block_bytes=settings.block_bytes,
+            tls=self.replica_tls,
         )
         self.replicas = Replicas()
         self.discovery = Discovery(
@@ -139,7 +143,7 @@ class Gateway:
     @contextlib.asynccontextmanager
     async def run_beside(self, *more: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
         """Feeds, deadline sweeps and log flush, from start-up until shut-down."""
-        async with new_client() as client:
+        async with new_client(self.replica_tls, self.config.upstream.tls_server_name) as client:
             notices = Notices(lambda: self.router.statistics(self.clock()).replicas)
             beside = (self.door.sweep(), self.flush(), self.watch_lag(), notices.run())
             jobs = [*self._feeds(client), *beside, *more]
@@ -404,9 +408,14 @@ async def admin_listener(gateway: Gateway, sock: socket.socket | None) -> AsyncI
 
 async def serve(config: Config, *, on_ready: Callable[[str], None] | None = None) -> int:
     """Run one gateway until a signal stops it. Returns the exit code. Raises `StartError` and `ConfigError`."""
-    gateway = Gateway(config, asyncio.get_running_loop())
-    sock, admin_sock = listen_all(config)
+    config = within_descriptors(config, raise_limit())
     loop = asyncio.get_running_loop()
+    try:
+        certificate = own_certificate(config)
+        gateway = Gateway(config, loop)
+    except TlsError as error:
+        raise StartError(str(error)) from error
+    sock, admin_sock = listen_all(config)
     http: Any = functools.partial(ControlConnection, config.server)
     if config.server.http == "fast":
         http = functools.partial(http_client.ClientConnection, gateway.door)
@@ -425,12 +434,16 @@ async def serve(config: Config, *, on_ready: Callable[[str], None] | None = None
             timeout_graceful_shutdown=math.ceil(config.server.drain_seconds) + BACKSTOP_SECONDS,
             server_header=False,
             date_header=False,
+            ssl_context_factory=None if certificate is None else certificate.for_server,
         ),
         gateway,
-        lambda: on_ready(base_url(sock)) if on_ready else None,
+        lambda: on_ready(base_url(sock, "http" if certificate is None else "https")) if on_ready else None,
     )
     tune_memory()
-    async with gateway.run_beside(http_client.sweep(server.server_state, loop)), admin_listener(gateway, admin_sock):
+    beside = [http_client.sweep(server.server_state, loop)]
+    if certificate is not None:
+        beside.append(certificate.follow())
+    async with gateway.run_beside(*beside), admin_listener(gateway, admin_sock):
         await server.serve(sockets=[sock])
         gateway.door.stopping = True
         for connection in list(server.server_state.connections):  # what its grace did not suffice for
@@ -443,6 +456,12 @@ async def serve(config: Config, *, on_ready: Callable[[str], None] | None = None
     return 0 if server.started else 1
 
 
+def own_certificate(config: Config) -> Certificate | None:
+    """Raises `TlsError`."""
+    file = config.server.tls_certificate
+    return None if file is None else Certificate(file, config.server.tls_key)
+
+
 def run(config: Config, *, on_ready: Callable[[str], None] | None = None) -> int:
     """`serve` on an event loop of its own."""
 
@@ -453,10 +472,10 @@ def run(config: Config, *, on_ready: Callable[[str], None] | None = None) -> int
     return uvloop.run(run_alone())
 
 
-def base_url(sock: socket.socket) -> str:
+def base_url(sock: socket.socket, scheme: str = "http") -> str:
     host, port = sock.getsockname()[:2]
     host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)
-    return f"http://{host}:{port}"
+    return f"{scheme}://{host}:{port}"
 
 
 def tune_memory() -> None:

@@ -38,6 +38,8 @@ class Server(Struct, frozen=True, forbid_unknown_fields=True):
     port: Annotated[int, Meta(ge=0, le=65_535)] = 8000
     max_body_mib: Annotated[int, Meta(ge=1, le=4_096)] = 64
     """Larger request bodies get 413 unread. 64 MiB holds several base64 images."""
+    header_timeout_seconds: Seconds = 15.0
+    """A client that has not sent its whole head by then is cut off: heads come in one piece, or are an attack."""
     body_timeout_seconds: Seconds = 60.0
     """A client that has not sent its whole request by then is cut off."""
     keep_alive_seconds: Seconds = 75.0
@@ -49,6 +51,12 @@ class Server(Struct, frozen=True, forbid_unknown_fields=True):
     at it each second have seen it. Those that look less often, or Kubernetes' endpoints, need 5 to 10 s."""
     drain_seconds: Seconds = 30.0
     """After that running requests get this long to finish."""
+    max_connections: Annotated[int, Meta(ge=1)] = 12_000
+    """Client connections; more are answered 503 and closed. Fewer where the process may not have as many open files."""
+    tls_certificate: str | None = None
+    """PEM file with the certificate chain: clients then speak HTTPS. Read again when it changes."""
+    tls_key: str | None = None
+    """PEM file with its key; not set: it is in the same file."""
     http: Literal["fast", "asgi"] = "fast"
     """`fast` serves inference requests straight from the connection; with `asgi` they take the plain ASGI way."""
     log: Literal["json", "off"] = "json"
@@ -113,6 +121,10 @@ class Upstream(Struct, frozen=True, forbid_unknown_fields=True):
     replay: bool = True
     """A stateless request whose connection was lost before any byte of an answer is sent to another replica, once and
     within a budget. `false`: never twice, whatever it costs the client."""
+    ca_file: str | None = None
+    """PEM file with the authorities that `https://` replicas are verified against; not set: those of the system."""
+    tls_server_name: str | None = None
+    """Name in the certificates of `https://` replicas, where it is not the host of their URL (addresses from DNS)."""
 
 
 class Feeds(Struct, frozen=True, forbid_unknown_fields=True):
@@ -187,6 +199,8 @@ def checked(config: Config) -> Config:
     discovery = config.discovery
     if discovery.dns is not None:
         discovery = msgspec.structs.replace(discovery, dns=replica_url(discovery.dns, "discovery.dns"))
+    if config.server.tls_key is not None and config.server.tls_certificate is None:
+        raise ConfigError("server.tls_key: there is no server.tls_certificate that it belongs to")
     if repeated := [name for name in config.routing.shadow if config.routing.shadow.count(name) > 1]:
         raise ConfigError(f"routing.shadow: {repeated[0]} is listed twice")
     check_admin(config.admin)
@@ -242,6 +256,7 @@ def choices_at(key: str) -> tuple[str, ...]:
     return get_args(kind)
 
 
+DEFAULT_PORTS = {"http": 80, "https": 443}
 _HOST = re.compile(r"[A-Za-z0-9_.:%-]+")
 _NAME = re.compile(r"([A-Za-z0-9_-]{1,63}\.)*[A-Za-z0-9_-]{1,63}\.?")
 
@@ -252,16 +267,16 @@ def is_host(text: str) -> bool:
 
 
 def replica_url(text: str, called: str = "replica URL") -> str:
-    """Normalised base URL of a replica: `http://host:port`, no trailing slash. Raises `ConfigError`, with what the
+    """Normalised base URL of a replica: `http(s)://host:port`, no trailing slash. Raises `ConfigError`, with what the
     URL is `called`."""
     try:
         parts = urlsplit(text)
         port = parts.port
     except ValueError as error:
         raise ConfigError(f"{called} {text!r}: {error}") from error
-    if parts.scheme != "http" or not parts.hostname or not is_host(parts.hostname) or port == 0:
-        raise ConfigError(f"{called} {text!r}: expected http://HOST[:PORT]")
+    if parts.scheme not in DEFAULT_PORTS or not parts.hostname or not is_host(parts.hostname) or port == 0:
+        raise ConfigError(f"{called} {text!r}: expected http://HOST[:PORT] or https://HOST[:PORT]")
     if parts.path.rstrip("/") or parts.query or parts.fragment or "@" in parts.netloc:
-        raise ConfigError(f"{called} {text!r}: only http://HOST[:PORT], without path, query or user")
+        raise ConfigError(f"{called} {text!r}: only {parts.scheme}://HOST[:PORT], without path, query or user")
     host = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
-    return f"http://{host}:{port or 80}"
+    return f"{parts.scheme}://{host}:{port or DEFAULT_PORTS[parts.scheme]}"

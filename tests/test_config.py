@@ -93,8 +93,14 @@ def test_every_policy_of_the_core_can_be_configured():
         ('[server]\nlog = "xml"', "server.log: 'xml' is none of json, off"),
         ('[[replicas]]\nurl = "http://a"\n[[replicas]]\nurl = "http://A:80/"', "replicas: http://a:80 is listed twice"),
         ("a = " + "[" * 5_000 + "]" * 5_000, "not TOML: nested too deeply"),
-        ('[discovery]\ndns = "vllm:8000"', "discovery.dns 'vllm:8000': expected http://HOST[:PORT]"),
-        ('[[replicas]]\nurl = "vllm:8000"', "replica URL 'vllm:8000': expected http://HOST[:PORT]"),
+        (
+            '[discovery]\ndns = "vllm:8000"',
+            "discovery.dns 'vllm:8000': expected http://HOST[:PORT] or https://HOST[:PORT]",
+        ),
+        (
+            '[[replicas]]\nurl = "vllm:8000"',
+            "replica URL 'vllm:8000': expected http://HOST[:PORT] or https://HOST[:PORT]",
+        ),
     ],
 )
 def test_a_wrong_key_or_value_is_named_with_its_path(write, text, message):
@@ -122,6 +128,8 @@ def test_a_missing_file_is_named(tmp_path):
         ("http://127.0.0.1:8101/", "http://127.0.0.1:8101"),
         ("HTTP://Gpu-7.Example", "http://gpu-7.example:80"),
         ("http://[::1]:8000", "http://[::1]:8000"),
+        ("https://a", "https://a:443"),
+        ("https://a:8000/", "https://a:8000"),
     ],
 )
 def test_a_replica_url_is_normalised(text, url):
@@ -133,8 +141,10 @@ def test_a_replica_url_is_normalised(text, url):
     [
         "",
         "127.0.0.1:8000",
-        "https://a:8000",
         "file:///etc/passwd",
+        "https://",
+        "https://a/v1",
+        "wss://a:8000",
         "http://",
         "http://a:0",
         "http://a:99999",

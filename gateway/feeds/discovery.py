@@ -121,7 +121,8 @@ class Discovery:
 
     def _note_dns(self, url: ReplicaId, addresses: frozenset[str]) -> None:
         _, port = _address(url)
-        self._behind_dns = frozenset(ReplicaId(f"http://{bracketed(address)}:{port}") for address in addresses)
+        scheme = urlsplit(url).scheme
+        self._behind_dns = frozenset(ReplicaId(f"{scheme}://{bracketed(one)}:{port}") for one in addresses)
         self._reconcile()
 
     def _note_static(self, replica: ReplicaId, addresses: frozenset[str]) -> None:
@@ -154,7 +155,7 @@ class Discovery:
 
 def _address(url: str) -> tuple[str, int]:
     parts = urlsplit(url)
-    return parts.hostname or "", parts.port or 80
+    return parts.hostname or "", parts.port or (443 if parts.scheme == "https" else 80)
 
 
 def bracketed(address: str) -> str:

@@ -7,6 +7,7 @@ A kept connection would go on answering for a server that its name no longer poi
 from __future__ import annotations
 
 import asyncio
+import ssl
 
 import httpx
 
@@ -15,14 +16,21 @@ class FetchFailed(Exception):
     """The page could not be had. The message is one short line for people."""
 
 
-def new_client() -> httpx.AsyncClient:
-    """The client that all feeds share. Time is bounded by `fetch` as a whole, not step by step."""
+def new_client(tls: ssl.SSLContext | None = None, tls_server_name: str | None = None) -> httpx.AsyncClient:
+    """The client that all feeds share. Time is bounded by `fetch` as a whole, not step by step. `tls`: how `https://`
+    replicas are verified; `tls_server_name`: the name in their certificates, if it is not that of the URL."""
+
+    async def name_server(request: httpx.Request) -> None:
+        request.extensions["sni_hostname"] = tls_server_name
+
     return httpx.AsyncClient(
         timeout=None,
         trust_env=False,
         follow_redirects=False,
         limits=httpx.Limits(max_connections=None, max_keepalive_connections=0),
         headers={"Accept-Encoding": "identity", "User-Agent": "warmlane"},
+        verify=tls or True,
+        event_hooks={"request": [name_server]} if tls_server_name is not None else {},
     )
 
 

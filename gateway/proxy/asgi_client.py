@@ -21,8 +21,8 @@ Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 
-HIGH_WATER_BYTES = 64 * 1024
-"""Unsent bytes above which the replica's connection is paused, as asyncio's transports do."""
+HIGH_WATER_BYTES = 4096
+"""Unsent bytes above which the replica is read no further, as on the fast way."""
 
 LINGER_SECONDS = 2.0
 """How long a body that is too large is read and thrown away before it is answered."""
@@ -71,7 +71,10 @@ class AsgiClient:
             messages, self._messages = self._messages, []
             for message in messages:
                 await send(message)
-            paused, self._waiting_bytes = self._waiting_bytes > HIGH_WATER_BYTES, 0
+            paused = self._waiting_bytes > HIGH_WATER_BYTES
+            if paused and not self._done:  # nothing to send, which waits until the client has taken what was
+                await send({"type": "http.response.body", "body": b"", "more_body": True})
+            self._waiting_bytes = 0
             if paused and self._upstream is not None:
                 self._upstream.resume()
 

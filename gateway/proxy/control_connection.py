@@ -1,7 +1,8 @@
 """Connections that uvicorn's own protocol serves (control endpoints, stored responses, everything in the plain ASGI
-way), with what it lacks: a time for the whole request, for the idle beginning and for a client that takes nothing of
-its answer (the sweep of `http_client.py` enforces them), a size of the head, and the body of a request that offers
-another protocol, which uvicorn loses.
+way), with what it lacks: a time for the head, for the whole request, for the idle beginning and for a client that takes
+nothing of its answer (the sweep of `http_client.py` enforces them), sizes of head and framing, the judgement of
+`request_head.py`, refusals as JSON that never fall into the middle of another answer, and the body of a request that
+offers another protocol, which uvicorn loses.
 """
 
 from __future__ import annotations
@@ -14,12 +15,24 @@ import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from gateway.config import Server
+from gateway.proxy.errors import BadHead, ErrorAnswer, HeadTooLarge, TooManyConnections, answer
 from gateway.proxy.relay import connection_tokens
+from gateway.proxy.request_head import MAX_BARREN_BYTES, MAX_HEAD_BYTES, MAX_HEADERS, read_framing
 
-MAX_HEAD_BYTES = 64 * 1024
-"""As on the fast way, exact to one segment."""
 UPGRADE = frozenset((b"upgrade", b"http2-settings"))
 """Headers that belong to an offer of another protocol."""
+LINGER_SECONDS = 2.0
+"""After a refusal the socket drains this long, lest a reset cost the client the answer."""
+WRITE_HIGH_BYTES = 4096
+"""Unsent bytes of an answer above which its replica is read no further. One read brings up to 256,000: that is what a
+slow reader holds here; what keeps the line busy meanwhile is the kernel's buffer."""
+TOLD = 256
+"""Connections beyond `max_connections` that are told so before they are closed; more are cut at once."""
+
+
+def is_room(taken: int, limit: int) -> bool:
+    """To tell one more client that there is none to serve it."""
+    return taken < limit + TOLD
 
 
 def head_without_offer(method: bytes, target: bytes, http_1_0: bool, headers: list[tuple[bytes, bytes]]) -> bytes:
@@ -37,35 +50,56 @@ class ControlConnection(HttpToolsProtocol):
     def __init__(self, limits: Server, **rest: Any) -> None:
         super().__init__(**rest)
         self._limits = limits
-        self._in_head = self._in_message = False
-        self._head_bytes = 0
+        self._in_head = self._in_message = self._refused = self._body_came = False
+        self._head_bytes = self._barren_bytes = 0
         self._unanswered = 0
         """Whole requests."""
         self._unsent = 0
         self.deadline = self.loop.time() + limits.keep_alive_seconds
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        taken = len(self.connections)
+        self.take_over(transport)
+        if taken >= self._limits.max_connections:
+            if is_room(taken, self._limits.max_connections):
+                self.refuse(answer(TooManyConnections()))
+            else:
+                transport.abort()
+
+    def take_over(self, transport: asyncio.Transport) -> None:
+        """A connection that was let in already."""
         super().connection_made(transport)
+        transport.set_write_buffer_limits(WRITE_HIGH_BYTES)
         self.deadline = self.loop.time() + self._limits.keep_alive_seconds
 
     def data_received(self, data: bytes) -> None:
+        if self._refused:
+            return  # lingering: what still comes is not read
         self._unset_keepalive_if_required()
+        self._body_came = False
+        was_in_body = self._in_message and not self._in_head
         try:
             self.parser.feed_data(data)
         except httptools.HttpParserUpgrade as upgrade:
             self._refuse_upgrade(data[upgrade.args[0] :])
         except httptools.HttpParserError:
-            self.send_400_response("Invalid HTTP request received.")
+            self.refuse(answer(BadHead("This is not a valid HTTP request.")))
         if self._in_head:
             self._head_bytes += len(data)
-            if self._head_bytes > MAX_HEAD_BYTES:
-                self.transport.abort()
+            if self._head_bytes > MAX_HEAD_BYTES or len(self.headers) > MAX_HEADERS:
+                self.refuse(answer(HeadTooLarge()))
+        elif self._in_message:
+            self._barren_bytes = self._barren_bytes + len(data) if was_in_body and not self._body_came else 0
+            if self._barren_bytes > MAX_BARREN_BYTES:
+                self.refuse(answer(BadHead("The body's framing takes more than it carries.")))
 
     def on_message_begin(self) -> None:
+        if self._refused:
+            return
         super().on_message_begin()
         self._in_head = self._in_message = True
-        self._head_bytes = 0
-        self.deadline = self.loop.time() + self._limits.body_timeout_seconds
+        self._head_bytes = self._barren_bytes = 0
+        self.deadline = self.loop.time() + self._limits.header_timeout_seconds
 
     def on_header(self, name: bytes, value: bytes) -> None:
         if self._in_head:  # else a trailer, which must not pass for a header
@@ -73,12 +107,24 @@ class ControlConnection(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         self._in_head = False
+        if self._refused:
+            return
+        framing = read_framing(self.parser.get_http_version(), self.url, self.headers)
+        if framing.refusal is not None:
+            self.refuse(framing.refusal)
+            return
+        self.deadline = self.loop.time() + self._limits.body_timeout_seconds
         if not self.parser.should_upgrade():
             super().on_headers_complete()
 
+    def on_body(self, body: bytes) -> None:
+        self._body_came = True
+        if not self._refused:
+            super().on_body(body)
+
     def on_message_complete(self) -> None:
         self._in_message = False
-        if self.parser.should_upgrade():
+        if self._refused or self.parser.should_upgrade():
             return
         self._unanswered += 1
         self.deadline = math.inf
@@ -87,14 +133,39 @@ class ControlConnection(HttpToolsProtocol):
     def on_response_complete(self) -> None:
         self._unanswered -= 1
         if self._in_message and self._unanswered >= 0:  # the next one, begun behind it
-            self.deadline = self.loop.time() + self._limits.body_timeout_seconds
+            limits = self._limits
+            limit = limits.header_timeout_seconds if self._in_head else limits.body_timeout_seconds
+            self.deadline = self.loop.time() + limit
         super().on_response_complete()
+        if self._refused and self._unanswered <= 0:
+            self.transport.close()
+
+    def refuse(self, refusal: ErrorAnswer) -> None:
+        """Answer without reading the rest, then close. Behind other answers there is nothing to say: close."""
+        if self._refused or self.transport.is_closing():
+            return
+        self._refused = True
+        cycle = self.cycle
+        if self._unanswered > 0:
+            cycle.keep_alive = False  # of the last that was read whole
+            return
+        if cycle is not None and not cycle.response_complete:
+            cycle.disconnected = True  # whoever reads the body that cannot be read learns that it does not come
+            cycle.message_event.set()
+            if cycle.response_started:
+                self.transport.abort()
+                return
+        self.transport.write(refusal.closing())
+        if self.transport.can_write_eof():
+            self.transport.write_eof()
+        self.deadline = self.loop.time() + LINGER_SECONDS
 
     def _refuse_upgrade(self, rest: bytes) -> None:
         """As on the fast way: read the request again without the offer. What is no offer (CONNECT) is refused."""
         method = self.parser.get_method()
         if method == b"CONNECT":
-            self.send_400_response("CONNECT is not supported.")
+            self.refuse(answer(BadHead("CONNECT is not supported.")))
+        if self._refused:
             return
         head = head_without_offer(method, self.url, self.parser.get_http_version() == "1.0", self.headers)
         self.parser = httptools.HttpRequestParser(self)
@@ -108,6 +179,11 @@ class ControlConnection(HttpToolsProtocol):
     def resume_writing(self) -> None:
         super().resume_writing()
         self.deadline = math.inf
+
+    def shutdown(self) -> None:
+        super().shutdown()
+        if self.transport.is_closing():
+            self.deadline = self.loop.time() + LINGER_SECONDS  # over TLS closing asks the client, who may be asleep
 
     def expire(self) -> None:
         """Its deadline has passed. An answer under way has no deadline but that its client takes it."""

@@ -2,13 +2,14 @@
 
 Errors are sorted by blame. The client's own (`BadBody`, `BodyTooLarge`, `UnknownModel`) are 4xx; a replica's
 (`UpstreamError` and its children) are 502 or 504; the fleet's (`NoReplica`, `OwnerGone`, a replica that cannot be
-connected to or leaves when there is no other) are 503 with `Retry-After`.
+connected to or leaves when there is no other) and our own (`OutOfSockets`) are 503 with `Retry-After`.
 The object carries OpenAI's four fields and, for `/v1/messages`, is wrapped as Anthropic clients expect it; that form
 is a superset, so every client can read every error.
 """
 
 from __future__ import annotations
 
+import http
 import math
 from dataclasses import dataclass
 
@@ -26,6 +27,36 @@ class BodyTooLarge(Exception):
         super().__init__(f"The request body is larger than this gateway accepts ({limit_bytes // 2**20} MiB).")
         self.unread = unread
         """Its length was announced: nothing of it was read."""
+
+
+class BadHead(Exception):
+    """What came is not an HTTP request, or one whose framing two servers could read differently."""
+
+
+class BadVersion(Exception):
+    """Another version of HTTP."""
+
+    def __init__(self) -> None:
+        super().__init__("Only HTTP/1.1 and HTTP/1.0 are spoken here.")
+
+
+class HeadTooLarge(Exception):
+    def __init__(self) -> None:
+        super().__init__("The request's headers are too large.")
+
+
+class TooManyConnections(Exception):
+    """`[server] max_connections` are open."""
+
+    def __init__(self) -> None:
+        super().__init__("The gateway has as many connections as it may. Please retry later.")
+
+
+class OutOfSockets(Exception):
+    """This machine has no descriptor or port left for a connection to a replica, which is not the replica's fault."""
+
+    def __init__(self) -> None:
+        super().__init__("The gateway cannot open more connections to replicas. Please retry later.")
 
 
 class NotFound(Exception):
@@ -75,6 +106,10 @@ class EngineDraining(UpstreamError):
     executed = False
 
 
+class TlsFailed(ConnectFailed):
+    """The replica's certificate was not accepted, or it does not speak TLS. Nothing was sent."""
+
+
 class ConnectionLost(UpstreamError):
     """The connection ended before the answer was complete."""
 
@@ -110,6 +145,11 @@ BLAME: dict[type[Exception], Blame] = {
     BadBody: Blame(400, "invalid_request_error", "invalid_json"),
     BodyTooLarge: Blame(413, "invalid_request_error", "request_too_large"),
     AdminKeyRequired: Blame(401, "invalid_request_error", "invalid_api_key"),
+    BadHead: Blame(400, "invalid_request_error", "bad_request"),
+    BadVersion: Blame(505, "invalid_request_error", "http_version"),
+    HeadTooLarge: Blame(431, "invalid_request_error", "headers_too_large"),
+    TooManyConnections: Blame(503, "service_unavailable_error", "too_many_connections"),
+    OutOfSockets: Blame(503, "service_unavailable_error", "out_of_sockets"),
     NotOpen: Blame(403, "permission_error", "not_open"),
     NotFound: Blame(404, "invalid_request_error", "not_found"),
     UnknownModel: Blame(404, "invalid_request_error", "model_not_found"),
@@ -118,6 +158,7 @@ BLAME: dict[type[Exception], Blame] = {
     OwnerGone: Blame(503, "service_unavailable_error", "response_owner_unavailable"),
     ConnectFailed: Blame(503, "service_unavailable_error", "replica_unreachable"),
     EngineDraining: Blame(503, "service_unavailable_error", "replica_draining"),
+    TlsFailed: Blame(502, "upstream_error", "replica_tls_failed"),
     ConnectionLost: Blame(502, "upstream_error", "replica_connection_lost"),
     BadAnswer: Blame(502, "upstream_error", "replica_bad_answer"),
     FirstByteTimeout: Blame(504, "upstream_error", "replica_timeout"),
@@ -145,6 +186,13 @@ class ErrorAnswer:
     code: str
     headers: list[tuple[bytes, bytes]]
     body: bytes
+
+    def closing(self) -> bytes:
+        """As bytes for a connection that ends with it."""
+        lines = [b"HTTP/1.1 %d %s\r\n" % (self.status, http.HTTPStatus(self.status).phrase.encode())]
+        for name, value in self.headers:
+            lines += (name, b": ", value, b"\r\n")
+        return b"".join((*lines, b"connection: close\r\n\r\n", self.body))
 
 
 def answer(error: Exception, *, anthropic: bool = False) -> ErrorAnswer:

@@ -15,6 +15,7 @@ import asyncio
 import itertools
 import re
 import secrets
+import ssl
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -34,6 +35,7 @@ from gateway.proxy.errors import (
     DeadlineExceeded,
     EngineDraining,
     ErrorAnswer,
+    OutOfSockets,
     Overloaded,
     UpstreamError,
     answer,
@@ -115,6 +117,7 @@ class FrontDoor:
         loop: asyncio.AbstractEventLoop,
         *,
         block_bytes: int,
+        tls: ssl.SSLContext | None = None,
     ) -> None:
         self.server = server
         self.clock = clock
@@ -128,6 +131,7 @@ class FrontDoor:
         """The gateway stops: from now on it is we who cut off what runs."""
         self._loop = loop
         self._upstream_config = upstream
+        self._tls = tls
         self._upstreams: dict[ReplicaId, Upstream] = {}
         self._block_bytes = block_bytes
         self.on_prompt: Callable[[ReplicaId, RouteRequest, bytes], None] | None = None
@@ -249,6 +253,9 @@ class FrontDoor:
         try:
             relay = await self._fly(call, flight, lines, client, record)
             outcome, usage = relay.outcome, relay.usage()
+        except OutOfSockets:
+            outcome = Outcome.REJECTED  # it never left: no word about the replica
+            raise
         except ConnectFailed as error:
             outcome = Outcome.UNREACHABLE
             return error
@@ -325,7 +332,7 @@ class FrontDoor:
     def upstream(self, replica: ReplicaId) -> Upstream:
         found = self._upstreams.get(replica)
         if found is None:
-            found = self._upstreams[replica] = Upstream(replica, self._upstream_config, self._loop)
+            found = self._upstreams[replica] = Upstream(replica, self._upstream_config, self._loop, self._tls)
         found.retired = False
         return found
 
@@ -426,7 +433,7 @@ def blame_outcome(error: Exception) -> Outcome:
         return Outcome.OVERDUE
     if isinstance(error, UpstreamError):
         return Outcome.FAILED
-    return Outcome.REFUSED if isinstance(error, NoReplica | Overloaded) else Outcome.REJECTED
+    return Outcome.REFUSED if isinstance(error, NoReplica | Overloaded | OutOfSockets) else Outcome.REJECTED
 
 
 def read_headers(headers: list[Header]) -> Forwarding:

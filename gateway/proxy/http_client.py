@@ -25,22 +25,27 @@ from uvicorn.config import Config
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
 
-from gateway.proxy.control_connection import ControlConnection, head_without_offer
+from gateway.proxy.control_connection import (
+    LINGER_SECONDS,
+    WRITE_HIGH_BYTES,
+    ControlConnection,
+    head_without_offer,
+    is_room,
+)
 from gateway.proxy.endpoints import ENDPOINTS, Endpoint
-from gateway.proxy.errors import BadBody, BodyTooLarge, ErrorAnswer, answer
+from gateway.proxy.errors import BadHead, BodyTooLarge, ErrorAnswer, HeadTooLarge, TooManyConnections, answer
 from gateway.proxy.exchange import Exchange
 from gateway.proxy.front_door import Call, FrontDoor
+from gateway.proxy.request_head import MAX_BARREN_BYTES, MAX_HEAD_BYTES, MAX_HEADERS, read_framing
 from gateway.proxy.upstream import JOIN_BELOW_BYTES, Connection, Header
 
-MAX_HEAD_BYTES = 64 * 1024
-"""Request line and headers together; more is answered 431. Agents send some KB of headers at most."""
 MAX_PARTS = 1024
 """Pieces of a body kept as they came; from there on they are joined at once. A hostile client sends a byte a chunk, and
 each piece weighs forty."""
 MAX_PIPELINED = 16
 """Requests read ahead of the one being answered; reading pauses above this."""
-LINGER_SECONDS = 2.0
-"""After a refusal that leaves the body unread the socket drains this long, lest a reset cost the client the answer."""
+MAX_PIPELINED_BYTES = 1024 * 1024
+"""Bodies of theirs, or sixteen of the largest would wait in memory for each connection."""
 SWEEP_SECONDS = 1.0
 
 STATUS_LINES: dict[int, bytes] = {}
@@ -80,6 +85,8 @@ class ClientConnection(asyncio.Protocol):
         """Bytes that came last."""
         self._begin_bytes = self._head_bytes = 0
         """Bytes of the segment in which the head began, and of those after it."""
+        self._barren_bytes = 0
+        """Bytes of the body's framing since the last byte of the body itself."""
         self._in_message = self._clean_start = self._hand_over = self._refused = False
         self._target = b""
         self._headers: list[Header] = []
@@ -113,7 +120,15 @@ class ClientConnection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
-        self._server_state.connections.add(cast(HttpToolsProtocol, self))
+        self._transport.set_write_buffer_limits(WRITE_HIGH_BYTES)
+        connections = self._server_state.connections
+        taken = len(connections)
+        connections.add(cast(HttpToolsProtocol, self))
+        if taken >= self._door.server.max_connections:
+            if is_room(taken, self._door.server.max_connections):
+                self._refuse(answer(TooManyConnections()))
+            else:
+                self._transport.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._server_state.connections.discard(cast(HttpToolsProtocol, self))
@@ -130,25 +145,41 @@ class ClientConnection(asyncio.Protocol):
             if not data:
                 return
         self._segment = len(data)
+        in_body = False
+        body_bytes = self._body_bytes
         if not self._in_message:
             self._clean_start = True
             self._raw = [data]
-            if self._exchange is None:
-                self.deadline = self._loop.time() + self._door.server.body_timeout_seconds
         elif self._endpoint is None:
             self._raw.append(data)
             self._head_bytes += len(data)
+        else:
+            in_body = True
         try:
             self._parser.feed_data(data)
-            self._expect_bulk()
-            if self._head_bytes > MAX_HEAD_BYTES and self._endpoint is None and not (self._hand_over or self._refused):
-                self._refuse_large_head()
+            if self._in_message and not (self._hand_over or self._refused):
+                self._bound_rest(in_body and self._body_bytes == body_bytes, in_body)
         except httptools.HttpParserUpgrade as upgrade:
             self._refuse_upgrade(data[upgrade.args[0] :])
         except httptools.HttpParserError:
-            self._refuse(answer(BadBody("This is not a valid HTTP request.")))
+            self._refuse(answer(BadHead("This is not a valid HTTP request.")))
         if self._hand_over:
             self._give_to_uvicorn()
+
+    def _bound_rest(self, barren: bool, was_in_body: bool) -> None:
+        """The request goes on in the next segment: what it may still take of bytes and time."""
+        if self._endpoint is None:
+            if self._head_bytes > MAX_HEAD_BYTES or len(self._headers) > MAX_HEADERS:
+                self._refuse(answer(HeadTooLarge()))
+            return
+        if not was_in_body and self._exchange is None:
+            self.deadline = self._loop.time() + self._door.server.body_timeout_seconds
+        self._barren_bytes = self._barren_bytes + self._segment if barren else 0
+        left = self._length - self._body_bytes
+        if left >= JOIN_BELOW_BYTES:  # needs no parser, which would copy it once more: its length is known
+            self._bulk_left = left
+        elif self._barren_bytes > MAX_BARREN_BYTES:
+            self._refuse(answer(BadHead("The body's framing takes more than it carries.")))
 
     def pause_writing(self) -> None:
         self._full = True
@@ -168,11 +199,15 @@ class ClientConnection(asyncio.Protocol):
     # -- httptools: the request is read
 
     def on_message_begin(self) -> None:
+        if self._refused:
+            return
+        if self._exchange is None:
+            self.deadline = self._loop.time() + self._door.server.header_timeout_seconds
         if self._in_message or self._calls or self._exchange is not None:
             self._clean_start = False
         self._in_message = True
         self._owes_continue = False
-        self._begin_bytes, self._head_bytes = self._segment, 0
+        self._begin_bytes, self._head_bytes, self._barren_bytes = self._segment, 0, 0
         self._target = b""
         self._headers = []
         self._endpoint = None
@@ -194,7 +229,12 @@ class ClientConnection(asyncio.Protocol):
             self._begin_bytes + self._head_bytes > MAX_HEAD_BYTES
             and len(self._target) + sum(len(n) + len(v) for n, v in self._headers) > MAX_HEAD_BYTES
         ):
-            self._refuse_large_head()
+            self._refuse(answer(HeadTooLarge()))
+            return
+        version = self._parser.get_http_version()
+        framing = read_framing(version, self._target, self._headers)
+        if framing.refusal is not None:
+            self._refuse(framing.refusal)
             return
         method = self._parser.get_method()
         endpoint = ENDPOINTS.get(self._target.partition(b"?")[0]) if method == b"POST" else None
@@ -204,18 +244,11 @@ class ClientConnection(asyncio.Protocol):
         self._endpoint = endpoint
         self._raw = []
         self._persistent = self._parser.should_keep_alive()
-        self._is_http_1_0 = self._parser.get_http_version() == "1.0"
-        self._length = 0
-        wants_continue = False
-        for name, value in self._headers:
-            if name == b"content-length":
-                self._length = int(value)
-                if self._length > self._max_body:
-                    self._refuse_too_large()
-                    return
-            if name == b"expect" and value.lower() == b"100-continue":
-                wants_continue = True
-        if wants_continue and not self._parser.should_upgrade():
+        self._is_http_1_0 = version == "1.0"
+        self._length = framing.length
+        if self._length > self._max_body:
+            self._refuse_too_large()
+        elif framing.wants_continue and not self._parser.should_upgrade():
             self._owes_continue = True
             if self._exchange is None:
                 self._continue()
@@ -244,12 +277,6 @@ class ClientConnection(asyncio.Protocol):
         if self._hand_over or self._refused or self._endpoint is None or self._parser.should_upgrade():
             return
         self._read()
-
-    def _expect_bulk(self) -> None:
-        """The rest of a large body needs no parser, which would copy it once more: its length is known."""
-        left = self._length - self._body_bytes
-        if left >= JOIN_BELOW_BYTES and self._in_message and not (self._hand_over or self._refused):
-            self._bulk_left = left
 
     def _take_bulk(self, data: bytes) -> bytes:
         """Returns what belongs to the next request."""
@@ -283,9 +310,13 @@ class ClientConnection(asyncio.Protocol):
         self._calls.append(call)
         if self._exchange is None:
             self._serve_queued()
-        elif len(self._calls) > MAX_PIPELINED and not self._paused:
+        elif not self._paused and self._reads_too_far():
             self._paused = True
             self._transport.pause_reading()
+
+    def _reads_too_far(self) -> bool:
+        """Past the request being answered: too many others, or too much of them."""
+        return len(self._calls) > MAX_PIPELINED or sum(len(call.body) for call in self._calls) > MAX_PIPELINED_BYTES
 
     # -- Client: the answer is written
 
@@ -348,7 +379,7 @@ class ClientConnection(asyncio.Protocol):
             self._exchange = call.exchange = Exchange(self._door.serve(call, self))
             self._exchange.start()
         self._serving = False
-        if self._paused and len(self._calls) <= MAX_PIPELINED:
+        if self._paused and not self._reads_too_far():
             self._paused = False
             self._transport.resume_reading()
 
@@ -362,7 +393,8 @@ class ClientConnection(asyncio.Protocol):
             if not self._serving:
                 self._serve_queued()
         elif self._in_message:
-            self.deadline = self._loop.time() + limits.body_timeout_seconds
+            limit = limits.header_timeout_seconds if self._endpoint is None else limits.body_timeout_seconds
+            self.deadline = self._loop.time() + limit
             if self._owes_continue:
                 self._continue()
         else:
@@ -373,6 +405,7 @@ class ClientConnection(asyncio.Protocol):
         self._closing = True
         self._keep_alive = False
         if self._exchange is None:
+            self.deadline = self._loop.time() + LINGER_SECONDS  # over TLS closing asks the client, who may be asleep
             self._transport.close()
 
     def expire(self) -> None:
@@ -393,28 +426,21 @@ class ClientConnection(asyncio.Protocol):
 
     # -- what does not go on here
 
-    def _refuse_large_head(self) -> None:
-        refusal = answer(BadBody("The request's headers are too large."))
-        self._refuse(replace(refusal, status=431))
-
     def _refuse_too_large(self) -> None:
-        refusal = answer(
-            BodyTooLarge(self._max_body), anthropic=self._endpoint is not None and self._endpoint.anthropic
-        )
-        self._refuse(refusal)
+        anthropic = self._endpoint is not None and self._endpoint.anthropic
+        self._refuse(answer(BodyTooLarge(self._max_body), anthropic=anthropic))
 
     def _refuse(self, refusal: ErrorAnswer) -> None:
         """Answer without reading the rest, then close. Behind other answers there is nothing to say: close."""
+        if self._refused or self._transport.is_closing():
+            return
         self._note_unread(refusal)
         self._refused = True
+        self._parts, self._tail = [], bytearray()
         if self._exchange is not None:
             self._close_behind_answers()
             return
-        self._transport.write(
-            status_line(refusal.status)
-            + b"content-type: application/json\r\nconnection: close\r\ncontent-length: %d\r\n\r\n" % len(refusal.body)
-            + refusal.body
-        )
+        self._transport.write(refusal.closing())
         if self._transport.can_write_eof():
             self._transport.write_eof()
         self.deadline = self._loop.time() + LINGER_SECONDS
@@ -459,7 +485,7 @@ class ClientConnection(asyncio.Protocol):
             _loop=self._loop,
         )
         self._transport.set_protocol(protocol)
-        protocol.connection_made(self._transport)
+        protocol.take_over(self._transport)
         protocol.data_received(b"".join(self._raw))
 
 

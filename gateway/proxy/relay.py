@@ -182,6 +182,8 @@ class Relay:
                 self._previous, self._last = self._last, data
             if self.first_token_at is None:
                 self._look_for_start(data)
+            if len(self._last) > TAIL_BYTES:  # no more of a large piece is kept than will be looked at
+                self._last = self._last[-TAIL_BYTES:]
         if last:
             self.finished.complete(True)
 

@@ -13,7 +13,9 @@ period.
 from __future__ import annotations
 
 import asyncio
+import errno
 import math
+import ssl
 from collections import deque
 from collections.abc import Sequence
 from typing import Protocol, cast
@@ -21,6 +23,7 @@ from urllib.parse import urlsplit
 
 import httptools
 
+from gateway.config import DEFAULT_PORTS
 from gateway.config import Upstream as UpstreamConfig
 from gateway.core.model import ReplicaId
 from gateway.proxy.errors import (
@@ -29,6 +32,8 @@ from gateway.proxy.errors import (
     ConnectionLost,
     FirstByteTimeout,
     IdleTimeout,
+    OutOfSockets,
+    TlsFailed,
     UpstreamError,
 )
 
@@ -37,6 +42,8 @@ Header = tuple[bytes, bytes]
 JOIN_BELOW_BYTES = 65_536
 """Head and body go out as one buffer below this; above, copying the body costs more than a second write."""
 FRAMING = frozenset((b"content-length", b"transfer-encoding"))
+OURS = frozenset((errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOTAVAIL))
+"""One that cannot be opened for these is not the replica's fault: no descriptor, memory or port here."""
 MAX_HEAD_BYTES = 64 * 1024
 """Response heads are refused above this; real ones have a few hundred bytes."""
 
@@ -123,7 +130,8 @@ class Connection(asyncio.Protocol):
             self.deadline = self._loop.time() + limit
 
     def close(self) -> None:
-        self._transport.close()
+        """It is idle: nothing is on its way, and over TLS a polite end would take the replica's answer."""
+        self._transport.abort()
 
     @property
     def answered(self) -> bool:
@@ -238,13 +246,24 @@ class Connection(asyncio.Protocol):
 class Upstream:
     """All connections to one replica."""
 
-    def __init__(self, replica: ReplicaId, config: UpstreamConfig, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(
+        self,
+        replica: ReplicaId,
+        config: UpstreamConfig,
+        loop: asyncio.AbstractEventLoop,
+        tls: ssl.SSLContext | None = None,
+    ) -> None:
+        """`tls`: how an `https://` replica is verified."""
         parts = urlsplit(replica)
         self.replica = replica
         self.name = replica.encode()
         self.config = config
         self.host = parts.hostname or ""
-        self.port = parts.port or 80
+        self.port = parts.port or DEFAULT_PORTS[parts.scheme]
+        self._tls: ssl.SSLContext | None = None
+        if parts.scheme == "https":
+            self._tls = tls or ssl.create_default_context()
+        self._server_name = (config.tls_server_name or self.host) if self._tls is not None else None
         self.host_header = parts.netloc.encode()
         self.idle: deque[Connection] = deque()
         self.busy: set[Connection] = set()
@@ -264,16 +283,28 @@ class Upstream:
         return None
 
     async def connect(self) -> Connection:
-        """A new connection. Raises `ConnectFailed`."""
+        """A new connection. Raises `ConnectFailed`, or `OutOfSockets`."""
         limit = self.config.connect_timeout_seconds
         try:
             async with asyncio.timeout(limit):
                 _, connection = await self._loop.create_connection(
-                    lambda: Connection(self, self._loop), self.host, self.port
+                    lambda: Connection(self, self._loop),
+                    self.host,
+                    self.port,
+                    ssl=self._tls,
+                    server_hostname=self._server_name,
                 )
         except TimeoutError as error:
             raise ConnectFailed(f"The replica did not accept a connection within {limit:g} s.") from error
+        except ssl.CertificateError as error:
+            raise TlsFailed(
+                f"The replica's TLS certificate was not accepted: {error.verify_message.rstrip('.')}."
+            ) from error
+        except ssl.SSLError as error:
+            raise TlsFailed(f"The replica does not speak TLS as it should ({error.reason}).") from error
         except (OSError, UnicodeError) as error:  # the latter from a name that cannot be one
+            if isinstance(error, OSError) and error.errno in OURS:
+                raise OutOfSockets from error
             raise ConnectFailed("The replica refused the connection.") from error
         return connection
 

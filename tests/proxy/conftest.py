@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import os
 import signal
+import ssl
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
@@ -53,6 +54,7 @@ async def running_gateway(
     upstream: dict[str, Any] | None = None,
     routing: dict[str, Any] | None = None,
     feeds: dict[str, Any] | None = None,
+    verify: ssl.SSLContext | bool = True,
 ) -> AsyncIterator[RunningGateway]:
     quick = {"port": 0, "http": mode, "log": "off", "drain_delay_seconds": 0.0, "drain_seconds": 1.0}
     config = Config(
@@ -75,7 +77,7 @@ async def running_gateway(
     done, _ = await asyncio.wait((listening, task), timeout=10, return_when=asyncio.FIRST_COMPLETED)
     if task in done:
         task.result()
-    async with httpx.AsyncClient(base_url=listening.result(), trust_env=False, timeout=10) as client:
+    async with httpx.AsyncClient(base_url=listening.result(), trust_env=False, timeout=10, verify=verify) as client:
         gateway = RunningGateway(listening.result(), task, client)
         try:
             if wait_ready:

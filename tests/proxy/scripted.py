@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
 
@@ -103,9 +104,10 @@ class ScriptedReplica:
         self._tasks: set[asyncio.Task[None]] = set()
 
     @contextlib.asynccontextmanager
-    async def running(self, port: int = 0) -> AsyncIterator[ScriptedReplica]:
-        self._server = await asyncio.start_server(self._accepted, "127.0.0.1", port, limit=2**20)
-        self.url = f"http://127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
+    async def running(self, port: int = 0, tls: ssl.SSLContext | None = None) -> AsyncIterator[ScriptedReplica]:
+        self._server = await asyncio.start_server(self._accepted, "127.0.0.1", port, limit=2**20, ssl=tls)
+        scheme = "http" if tls is None else "https"
+        self.url = f"{scheme}://127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
         try:
             yield self
         finally:

@@ -92,7 +92,7 @@ async def test_a_pipelined_request_sets_no_time_limit_on_the_answer_before_it(mo
         else:
             await exchange.answer(ANSWER)
 
-    limits = {"body_timeout_seconds": 0.2, "keep_alive_seconds": 30.0}
+    limits = {"header_timeout_seconds": 0.2, "body_timeout_seconds": 0.2, "keep_alive_seconds": 30.0}
     request = post(ODD_BODY, close=False)
     async with ScriptedReplica(script).running() as replica, running_gateway(replica, mode=mode, server=limits) as g:
         reader, writer = await g.connect()
@@ -191,7 +191,7 @@ async def test_a_status_that_is_none_is_a_bad_answer(mode: str, status: bytes) -
     "begun", [b"GET /hea", b"POST /warmlane/route HTTP/1.1\r\nhost: g\r\ncontent-length: 9\r\n\r\n{", b""]
 )
 async def test_unfinished_requests_end_also_where_uvicorn_reads(mode: str, begun: bytes) -> None:
-    limits = {"body_timeout_seconds": 0.5, "keep_alive_seconds": 1.0}
+    limits = {"header_timeout_seconds": 0.5, "body_timeout_seconds": 0.5, "keep_alive_seconds": 1.0}
     async with ScriptedReplica().running() as replica, running_gateway(replica, mode=mode, server=limits) as gateway:
         reader, writer = await gateway.connect()
         writer.write(GET_HEALTH)

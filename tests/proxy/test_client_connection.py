@@ -136,7 +136,7 @@ async def test_too_large_a_head_is_refused() -> None:
 
 
 async def test_unfinished_requests_are_cut_off_after_their_time() -> None:
-    limits = {"body_timeout_seconds": 0.5, "keep_alive_seconds": 0.5}
+    limits = {"header_timeout_seconds": 0.5, "body_timeout_seconds": 0.5, "keep_alive_seconds": 0.5}
     async with ScriptedReplica().running() as replica, running_gateway(replica, server=limits) as gateway:
         for begun in (b"POST /v1/chat/comp", post(ODD_BODY)[:-10], b""):
             reader, writer = await gateway.connect()
