@@ -1,7 +1,7 @@
 """Whether a replica may get requests: four states, one table of transitions.
 
-Evidence is counted first (three failures in a row, of probes or of flights), then becomes a signal; the table says what
-a signal does. What is neutral never gets here: a client that left, a request that the replica rejected, back-pressure.
+Evidence is counted first (three failures in a row, of probes or of flights, or too large a share of failed flights),
+then becomes a signal; the table says what a signal does. What is neutral never gets here: a client that left, a request that the replica rejected, back-pressure.
 One sign is enough where an engine says itself that it shuts down.
 
 An ejected replica waits out a back-off: 1 s, then 8 s, then a minute, spread by up to 10 % so that several gateways or
@@ -21,6 +21,12 @@ from gateway.core.model import HealthState, ReplicaId
 
 FAILURES_TO_EJECT = 3
 """In a row. One slow probe or one reset connection is noise; three a second apart are found within 3 s."""
+SHARE_STEP = 0.1
+SHARE_TO_EJECT = 0.4
+"""... or four of ten flights, as a moving mean over about ten. Every other answer may be an error without three in a row;
+where one in ten is, the mean reaches 0.4 next to never."""
+SHARE_AT_RETURN = 0.2
+"""Who comes back is half way to going again."""
 FIRST_BACK_OFF_SECONDS = 1.0
 BACK_OFF_GROWTH = 8.0
 """Steep, so that one that flaps once a second changes its state no more than six times in a minute. Each return of a
@@ -37,7 +43,7 @@ class Signal(Enum):
     ALIVE = "alive"
     """A good probe or a completed flight, counted only after the back-off of an ejected replica."""
     FAILING = "failing"
-    """Three failures in a row, or word of the engine that it shuts down."""
+    """Three failures in a row, too many of late, or word of the engine that it shuts down."""
     SLEPT = "slept"
     WOKE = "woke"
 
@@ -65,6 +71,7 @@ class Health:
         "_ejections",
         "_failed_flights",
         "_failed_probes",
+        "_failed_share",
         "_heard_probe",
         "_replica",
         "_trial",
@@ -93,6 +100,7 @@ class Health:
         self._ejections = 0
         self._failed_probes = 0
         self._failed_flights = 0
+        self._failed_share = 0.0
         self._heard_probe = False
         self._trial = False
 
@@ -126,6 +134,7 @@ class Health:
             return False
         self._trial = self.unreachable = self.draining = False
         self._failed_flights = self._failed_probes = 0
+        self._failed_share -= SHARE_STEP * self._failed_share
         return self._signal(Signal.ALIVE, now)
 
     def flight_failed(self, started_at: float, now: float, *, reached: bool = True) -> bool:
@@ -136,7 +145,9 @@ class Health:
             return False
         self._trial = False
         self._failed_flights += 1
-        if self._failed_flights < FAILURES_TO_EJECT and not self.flights_failed:
+        self._failed_share += SHARE_STEP * (1.0 - self._failed_share)
+        few = self._failed_flights < FAILURES_TO_EJECT and self._failed_share < SHARE_TO_EJECT
+        if few and not self.flights_failed:
             return False
         self.flights_failed = True
         return self._signal(Signal.FAILING, now)
@@ -177,6 +188,7 @@ class Health:
             self._eject(before, now)
         elif after is HealthState.UP and before is not HealthState.UP:
             self._failed_probes = self._failed_flights = 0
+            self._failed_share = min(self._failed_share, SHARE_AT_RETURN)
             self.flights_failed = self.unreachable = self.draining = False
         self.state = after
         return after is not before

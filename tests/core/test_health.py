@@ -53,6 +53,22 @@ def test_three_failed_probes_in_a_row_eject_and_two_do_not() -> None:
     assert health.last_failure == "timeout"
 
 
+@pytest.mark.parametrize("every", [2, 3, 10])
+def test_errors_that_are_never_three_in_a_row_eject_if_there_are_many(every: int) -> None:
+    """Ten requests a second, every so many-th an error: every other one ends it within two seconds, a third never does."""
+    health = up()
+    for tick in range(600):
+        now = tick / 10
+        if tick % every == 0:
+            health.flight_failed(now, now)
+        else:
+            health.flight_completed(now, now)
+        if health.state is EJECTED:
+            break
+    assert (health.state is EJECTED) == (every == 2)
+    assert every != 2 or tick <= 20
+
+
 def test_slow_probes_of_a_busy_replica_that_completes_requests_do_not_eject_it() -> None:
     """O-07 (b): live successes count."""
     health = up()
@@ -67,7 +83,8 @@ def test_three_failed_flights_in_a_row_eject_and_a_completed_one_starts_the_coun
     for _ in range(5):
         health.flight_failed(0.0, 1.0)
         health.flight_failed(0.0, 1.0)
-        health.flight_completed(0.0, 1.0)
+        for _ in range(10):
+            health.flight_completed(0.0, 1.0)
     assert health.state is UP
     for _ in range(3):
         health.flight_failed(0.0, 1.0)
