@@ -1,8 +1,8 @@
 """Whether a replica may get requests: four states, one table of transitions.
 
 Evidence is counted first (three failures in a row, of probes or of flights, or too large a share of failed flights),
-then becomes a signal; the table says what a signal does. What is neutral never gets here: a client that left, a request that the replica rejected, back-pressure.
-One sign is enough where an engine says itself that it shuts down.
+then becomes a signal; the table says what a signal does. What is neutral never gets here: a client that left, a
+request that the replica rejected, back-pressure. One sign is enough where an engine says itself that it shuts down.
 
 An ejected replica waits out a back-off: 1 s, then 8 s, then a minute, spread by up to 10 % so that several gateways or
 replicas do not come back in step. After that a good probe brings it back, or, where good probes are missing or prove
@@ -23,8 +23,8 @@ FAILURES_TO_EJECT = 3
 """In a row. One slow probe or one reset connection is noise; three a second apart are found within 3 s."""
 SHARE_STEP = 0.1
 SHARE_TO_EJECT = 0.4
-"""... or four of ten flights, as a moving mean over about ten. Every other answer may be an error without three in a row;
-where one in ten is, the mean reaches 0.4 next to never."""
+"""... or four of ten flights, as a moving mean over about ten: every other answer may be an error without three in a
+row. Where one in ten is, the mean reaches 0.4 next to never."""
 SHARE_AT_RETURN = 0.2
 """Who comes back is half way to going again."""
 FIRST_BACK_OFF_SECONDS = 1.0

@@ -55,7 +55,7 @@ def test_three_failed_probes_in_a_row_eject_and_two_do_not() -> None:
 
 @pytest.mark.parametrize("every", [2, 3, 10])
 def test_errors_that_are_never_three_in_a_row_eject_if_there_are_many(every: int) -> None:
-    """Ten requests a second, every so many-th an error: every other one ends it within two seconds, a third never does."""
+    """Ten requests a second, every so many-th an error: half of them end it within two seconds."""
     health = up()
     for tick in range(600):
         now = tick / 10
