@@ -12,23 +12,22 @@ from types import SimpleNamespace
 import torch
 from vllm.distributed.utils import get_pp_indices
 from vllm.v1.core import kv_cache_utils
-from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, FullAttentionSpec, SlidingWindowSpec
+from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec
 
-SPECS = {
-    "full": lambda span, common: FullAttentionSpec(**common),
+WINDOWS = {
     "sliding": lambda span, common: SlidingWindowSpec(sliding_window=span, **common),
     "local": lambda span, common: ChunkedLocalAttentionSpec(attention_chunk_size=span, **common),
 }
 
 
 def answer(case: dict) -> list | None:
-    common = {
-        "block_size": case["block_size"],
-        "num_kv_heads": case["kv_heads"],
-        "head_size": case["head_dim"],
-        "dtype": torch.bfloat16,
+    heads, size = (1, case["latent"]) if case["latent"] else (case["kv_heads"], case["head_dim"])
+    common = {"block_size": case["block_size"], "num_kv_heads": heads, "head_size": size, "dtype": torch.bfloat16}
+    full = MLAAttentionSpec if case["latent"] else FullAttentionSpec
+    specs = {
+        f"layer.{index}": WINDOWS.get(kind, lambda _, words: full(**words))(span, common)
+        for index, (kind, span) in enumerate(case["layers"])
     }
-    specs = {f"layer.{index}": SPECS[kind](span, common) for index, (kind, span) in enumerate(case["layers"])}
     workers = []
     for rank in range(case["stages"]):
         start, end = get_pp_indices(len(specs), rank, case["stages"])

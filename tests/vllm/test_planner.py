@@ -69,6 +69,7 @@ def random_case(random: Random) -> dict[str, Any]:
     return {
         "layers": [[one.kind, one.span] for one in kinds],
         "stages": random.choice([1, 1, 2, 3, 4]) if layers >= 4 else 1,
+        "latent": random.choice([None, None, 576]) if not windows else None,
         "kv_heads": random.choice([1, 2, 8]),
         "head_dim": random.choice([64, 128]),
         "block_size": random.choice([16, 32, 64]),
@@ -80,7 +81,7 @@ def random_case(random: Random) -> dict[str, Any]:
 
 def planned(case: dict[str, Any]) -> Capacity:
     groups = groups_of([Layer(kind, span) for kind, span in case["layers"]])
-    token_bytes = 2 * case["kv_heads"] * case["head_dim"] * 2
+    token_bytes = 2 * (case["latent"] or 2 * case["kv_heads"] * case["head_dim"])
     blocks = min(
         int(case["gib"] * 2**30) // block_bytes(groups, stage, token_bytes, case["block_size"])
         for stage in stages_of(len(case["layers"]), case["stages"])

@@ -105,6 +105,12 @@ def test_every_profile_of_a_preset_fits_but_the_one_that_is_known_not_to(name: s
             assert [one for one in found.findings if one.is_error] == []
 
 
+def test_a_gpu_that_is_too_old_is_not_mended_by_more_of_them() -> None:
+    found = ask("t4-16", model="Qwen/Qwen3-8B")
+    assert {one.code for one in found.findings if one.is_error} == {"E1", "E4"}
+    assert found.remedies == ()
+
+
 def test_a_shorter_context_is_the_last_resort() -> None:
     found = ask("rtx4080-16", model="openai/gpt-oss-20b", context=131_072)
     assert not found.fits

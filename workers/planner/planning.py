@@ -165,15 +165,16 @@ def plan(question: Question) -> Plan:
         basis = basis_of(question, every[0].layout.gpus)
         chosen = every[0]
     case = case_of(basis, chosen)
+    found = findings(case)
     return Plan(
         case=case,
         preset=basis.preset_name,
         profile=question.profile or (presets.DEFAULT_PROFILE if basis.preset else None),
         is_preset=chosen == basis.as_preset(),
         goal=goal,
-        findings=tuple(findings(case)),
+        findings=tuple(found),
         alternatives=tuple(every),
-        remedies=() if chosen.fits else tuple(remedies(basis, chosen, every)),
+        remedies=tuple(remedies(basis, chosen, every)) if lacks_memory_only(found) else (),
         profiles=profiles_of(question),
     )
 
@@ -301,6 +302,11 @@ def sibling(name: str, version: Version) -> Sibling:
 
 
 # -- when it does not fit
+
+
+def lacks_memory_only(found: Sequence[Finding]) -> bool:
+    """Other errors are in their messages, and less memory would not mend them."""
+    return {one.code for one in found if one.is_error} - {"E2"} == {"E1"}
 
 
 def remedies(basis: Basis, chosen: Estimate, every: Sequence[Estimate]) -> Iterator[Remedy]:
