@@ -371,7 +371,8 @@ class Server(uvicorn.Server):
 def listen(host: str, port: int) -> socket.socket:
     """A bound socket. Raises `StartError`."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    sock = socket.socket(family, socket.SOCK_STREAM)
+    # Named TCP, for asyncio's own loop lets small writes go at once (TCP_NODELAY) only on sockets that say so.
+    sock = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.bind((host, port))
