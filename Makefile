@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 VLLM_VENV ?= .venv-vllm
 SOURCES := setup.py $(shell find gateway workers loadtests -name '*.py' -o -name '*.toml' -o -path '*/planner/configs/*.json')
 
-.PHONY: install run test test-compiled test-vllm chaos check bench bench-vllm clean
+.PHONY: install run test test-compiled test-vllm clients chaos check bench bench-vllm clean
 
 install: $(VENV)/installed
 
@@ -39,8 +39,12 @@ test-vllm: install
 	PYTHON=$(PYTHON) sh tests/vllm/install.sh $(VLLM_VENV) .cache/tiny-model
 	VLLM_VENV=$(VLLM_VENV) $(BIN)/python -m pytest -m vllm tests/vllm
 
+# Real SDKs and agents for test 19 of the fault tests: needs node and npm.
+clients:
+	PYTHON=$(PYTHON) sh tests/clients/install.sh .venv-clients .cache/clients
+
 # Faults of replicas, clients and networks, with figures: tests/chaos/RESULTS.md. CHAOS_SHORT=1 is the form for CI.
-chaos: install
+chaos: install clients
 	@rm -f .bench/chaos/figures.jsonl
 	$(BIN)/python -m pytest -s -m chaos tests/chaos; status=$$?; $(BIN)/python -m tests.chaos.report; exit $$status
 
@@ -58,4 +62,4 @@ bench-vllm: install
 	VLLM_VENV=$(VLLM_VENV) $(BIN)/python -m loadtests.engines.run $(if $(SMOKE),--smoke) $(BENCH)
 
 clean:
-	rm -rf $(VENV) .venv-vllm .cache .bench build dist *.egg-info
+	rm -rf $(VENV) .venv-vllm .venv-clients .cache .bench build dist *.egg-info

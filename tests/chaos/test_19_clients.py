@@ -1,0 +1,141 @@
+"""Test 19, the client matrix: real SDKs and agents, direct against a replica and through the gateway.
+
+Same transcript, same exception. One thing must differ: an answer that breaks off in the middle. There the gateway says
+so in one error event (O-03), where a client without a gateway sees no more than a lost connection; all must raise.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.chaos.conftest import Figures
+from tests.chaos.rig import EmbeddedReplica
+from tests.clients.agents import AGENTS, Agent, Visit
+from tests.clients.matrix import (
+    BREAKS,
+    INSIDE,
+    REFUSALS,
+    SDKS,
+    TURNS,
+    Lane,
+    Scenario,
+    Sdk,
+    gateway_to,
+    lead,
+    run,
+    scripted_lanes,
+)
+from tests.clients.turns import COMMAND, EDIT, TEXT, Seen
+
+TARGET = "same transcript, same exception class"
+ALIKE = (*TURNS, *REFUSALS, *INSIDE)
+EMBEDDED_REFUSALS = (Scenario("400", temperature=-1.0), Scenario("400, streamed", stream=True, temperature=-1.0))
+
+
+@pytest.mark.parametrize("sdk", SDKS, ids=lambda sdk: sdk.name)
+async def test_19_sdk(sdk: Sdk, tmp_path: Path, figures: Figures) -> None:
+    """A tool-calling turn and every kind of error. O-03, the client's view: what breaks off raises."""
+    async with scripted_lanes(tmp_path) as (near, far):
+        direct, through = await both(sdk, (near.url, far.url), (*ALIKE, *BREAKS), tmp_path)
+    differing = [scenario.name for scenario in ALIKE if direct[scenario.name] != through[scenario.name]]
+    same = not differing and near.witness.seen == far.witness.seen
+    raised = [error_class(through[scenario.name]) for scenario in BREAKS]
+    measured = f"{len(ALIKE) - len(differing)} of {len(ALIKE)} alike; broken off: {words(BREAKS, direct, through)}"
+    figures.record(19, sdk.name, measured, f"{TARGET}; broken off: raises", same and all(raised))
+
+    assert {name: through[name] for name in differing} == {name: direct[name] for name in differing}
+    assert near.witness.seen == far.witness.seen
+    for scenario in TURNS:
+        assert direct[scenario.name]["error"] is None
+        assert TEXT in str(direct[scenario.name]["steps"])
+    for scenario in REFUSALS:
+        error = direct[scenario.name]["error"]
+        assert str(error["status"]) == scenario.name[:3]
+        assert error["retry_after"] == ("7" if scenario.model == "busy" else None)
+    for scenario in (*INSIDE, *BREAKS):  # what had come is there, nothing is invented, and it ends in an exception
+        assert through[scenario.name]["steps"] == direct[scenario.name]["steps"]
+        assert through[scenario.name]["error"], scenario.name
+
+
+async def test_19_sdks_with_embedded_replicas(tmp_path: Path, figures: Figures) -> None:
+    alone, behind = (EmbeddedReplica(name, tmp_path, "--decode-rate", "2000") for name in ("alone", "behind"))
+    scenarios = (*TURNS, *EMBEDDED_REFUSALS)
+    told = {}
+    try:
+        await asyncio.gather(alone.start(), behind.start())
+        async with gateway_to(tmp_path, behind.url) as url:
+            for sdk in SDKS:
+                told[sdk.name] = await both(sdk, (alone.url, url), scenarios, tmp_path)
+    finally:
+        await asyncio.gather(alone.stop(), behind.stop())
+    pairs = [(direct[one.name], through[one.name]) for direct, through in told.values() for one in scenarios]
+    alike = sum(one == other for one, other in pairs)
+    measured = f"{alike} of {len(pairs)} alike"
+    figures.record(19, "SDKs with embedded replicas", measured, TARGET, alike == len(pairs))
+
+    for direct, through in told.values():
+        assert through == direct
+        for scenario in TURNS:
+            assert direct[scenario.name]["error"] is None
+            assert any(city in str(direct[scenario.name]["steps"]) for city in ("Oslo", "Paris"))
+        for scenario in EMBEDDED_REFUSALS:
+            assert direct[scenario.name]["error"]["status"] == 400
+
+
+@pytest.mark.parametrize("agent", AGENTS, ids=lambda agent: agent.name)
+async def test_19_agent(agent: Agent, tmp_path: Path, figures: Figures) -> None:
+    """One turn with a tool, and one whose first request is refused with 400."""
+    async with scripted_lanes(tmp_path) as lanes:
+        turn = await asyncio.gather(*(visit(agent, lane, agent.model, tmp_path) for lane in lanes))
+        requests = [lane.witness.seen for lane in lanes]
+        refused = await asyncio.gather(*(visit(agent, lane, "refuses", tmp_path) for lane in lanes))
+        refusals = [lane.witness.seen for lane in lanes]
+    same = all(one == other for one, other in (turn, refused, requests, refusals))
+    measured = f"turn and error {'alike' if same else 'differ'}; {len(requests[0])} requests a turn"
+    figures.record(19, agent.name, measured, "same transcript, same error", same)
+
+    assert turn[0] == turn[1]
+    assert requests[0] == requests[1]
+    assert refused[0] == refused[1]
+    assert refusals[0] == refusals[1]
+    assert has_worked(agent, turn[0], requests[0])
+    assert "temperature must not be negative" in str(refused[0])
+
+
+async def both(
+    sdk: Sdk, urls: tuple[str, str], scenarios: tuple[Scenario, ...], home: Path
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Two transcripts: direct, and through the gateway."""
+    return await asyncio.gather(lead(sdk, urls[0], scenarios, home), lead(sdk, urls[1], scenarios, home))
+
+
+def error_class(told: dict[str, Any]) -> str:
+    return str(told["error"]["class"]) if told["error"] else ""
+
+
+def words(scenarios: tuple[Scenario, ...], direct: dict[str, Any], through: dict[str, Any]) -> str:
+    """Which exceptions were raised: the direct one, and the gateway's where it is another."""
+    pairs = [(error_class(direct[one.name]) or "none", error_class(through[one.name]) or "none") for one in scenarios]
+    return ", ".join(one if one == other else f"{one} -> {other}" for one, other in pairs)
+
+
+def has_worked(agent: Agent, told: list[Any], requests: list[Seen]) -> bool:
+    if agent.model == "edits":
+        return EDIT.splitlines()[2] in str(told)
+    output = COMMAND.removeprefix("echo ")
+    return TEXT in str(told) and any(output in result for request in requests for result in request.results)
+
+
+async def visit(agent: Agent, lane: Lane, model: str, folder: Path) -> list[Any]:
+    """One run of an agent, in a home and a directory of its own: exit status and report."""
+    place = folder / f"{model}-{lane.url.rpartition(':')[2]}"
+    visit = Visit(lane.url, model, place / "home", place / "work")
+    visit.home.mkdir(parents=True)
+    visit.work.mkdir()
+    command = agent.command(visit)
+    status, output, errors = await run(command.argv, {"HOME": str(visit.home), **command.environment}, visit.work)
+    return [status, *agent.told(output + errors, visit)]
