@@ -6,7 +6,7 @@ from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
-from gateway.proxy.errors import AdminKeyRequired, ErrorAnswer, NotOpen, answer
+from gateway.proxy.errors import AdminKeyRequired, Blame, ErrorAnswer, NotOpen, answer, refusal
 
 
 def response_of(refusal: ErrorAnswer, *, close: bool = False) -> Response:
@@ -23,6 +23,10 @@ def refuse_as_openai_does(api: FastAPI) -> None:
     async def refused(_: Request, error: HTTPException) -> Response:
         body = {"message": str(error.detail), "type": "invalid_request_error", "param": None, "code": None}
         return JSONResponse({"error": body}, status_code=error.status_code, headers=error.headers)
+
+    @api.exception_handler(Exception)
+    async def failed(_: Request, error: Exception) -> Response:  # it is raised on, and reported where requests end
+        return response_of(refusal(Blame(500, "server_error", "internal_error"), "The gateway failed."))
 
     @api.exception_handler(NotOpen)
     @api.exception_handler(AdminKeyRequired)

@@ -8,6 +8,7 @@ import asyncio
 import base64
 import contextlib
 import json
+import re
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
@@ -192,7 +193,7 @@ CONTROL: dict[str, Send] = {
     ),
     "no HTTP at all": lambda client: client.raw(WORDS["bearer"].encode() + b"\r\n\r\n"),
     "metrics": lambda client: client.send(f"/metrics?q={WORDS['query']}", b"", "GET"),
-    "wrong admin key": lambda client: client.send(f"/warmlane/replicas?q={WORDS['query']}", b"", "GET"),
+    "view": lambda client: client.send(f"/warmlane/replicas?q={WORDS['query']}", b"", "GET"),
 }
 """What leaves no record: it is for the gateway itself, or has no head that could be read."""
 
@@ -239,6 +240,12 @@ async def test_marked_words_turn_up_nowhere_and_each_request_has_one_record(tmp_
                 assert status in (None, gateway.log_records()[-1]["status"]), name
             for send in CONTROL.values():
                 await send(client)
+            for key in (ADMIN_KEY, f"{MARK}-not-the-admin-key"):
+                listener = re.search(r"admin listener on (\S+)", gateway.err)[1]
+                asked = {"url": f"http://{MARK}-user:{MARK}-password@127.0.0.1"}
+                await client.http.post(
+                    f"{listener}/warmlane/replicas", json=asked, headers={"authorization": f"Bearer {key}"}
+                )
             innocent = await gateway.chat()
             assert innocent.status_code == 200
             page = (await gateway.get("/metrics")).text
