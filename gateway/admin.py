@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import logging
 import socket
+import ssl
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
@@ -144,7 +145,9 @@ def guarded(api: Any, key: AdminKey) -> Any:
 
 
 @contextlib.asynccontextmanager
-async def listening(api: Any, sock: socket.socket, limits: Server) -> AsyncIterator[None]:
+async def listening(
+    api: Any, sock: socket.socket, limits: Server, tls: ssl.SSLContext | None = None
+) -> AsyncIterator[None]:
     """Serve `api` on a bound socket, beside the gateway's own server and with the same limits of time and size."""
     loop, state = asyncio.get_running_loop(), ServerState()
     config = uvicorn.Config(api, ws="none", lifespan="off", access_log=False, log_config=None, log_level="error")
@@ -152,7 +155,7 @@ async def listening(api: Any, sock: socket.socket, limits: Server) -> AsyncItera
     def connection() -> asyncio.Protocol:
         return ControlConnection(limits, config=config, server_state=state, app_state={}, _loop=loop)
 
-    server = await loop.create_server(connection, sock=sock, backlog=BACKLOG)
+    server = await loop.create_server(connection, sock=sock, backlog=BACKLOG, ssl=tls)
     sweeping = asyncio.create_task(http_client.sweep(state, loop))
     try:
         yield

@@ -56,7 +56,7 @@ from gateway.shadow import Shadows
 from gateway.stderr_log import report_unforeseen
 from gateway.telemetry import Telemetry
 from gateway.tls import Certificate, TlsError, replica_context
-from gateway.views import FleetView, Viewers, explained
+from gateway.views import FleetView, Viewers, explained, is_loopback
 
 log = logging.getLogger(__name__)
 
@@ -189,7 +189,7 @@ class Gateway:
 
     async def _list_models(self, replica: ReplicaId) -> tuple[ModelCard, ...]:
         """What a replica that is not known yet serves."""
-        async with new_client() as client:
+        async with new_client(self.replica_tls, self.config.upstream.tls_server_name) as client:
             return await list_models(client, replica, timeout_seconds=self.config.feeds.probe_timeout_seconds)
 
     async def flush(self) -> None:
@@ -396,14 +396,17 @@ def listen_all(config: Config) -> tuple[socket.socket, socket.socket | None]:
 
 
 @contextlib.asynccontextmanager
-async def admin_listener(gateway: Gateway, sock: socket.socket | None) -> AsyncIterator[None]:
-    """Runs it where one is configured."""
+async def admin_listener(
+    gateway: Gateway, sock: socket.socket | None, certificate: Certificate | None
+) -> AsyncIterator[None]:
+    """Runs it where one is configured, with the gateway's certificate unless only this machine can reach it."""
     if sock is None or gateway.admin_key is None:
         yield
         return
     api = build_admin_api(gateway.admin_key, gateway.discovery, gateway.registry, gateway.view, gateway.clock)
-    async with listening(api, sock, gateway.config.server):
-        log.info("admin listener on %s", base_url(sock))
+    tls = None if certificate is None or is_loopback(gateway.config.admin.host) else certificate.context
+    async with listening(api, sock, gateway.config.server, tls):
+        log.info("admin listener on %s", base_url(sock, "https" if tls else "http"))
         yield
 
 
@@ -444,7 +447,7 @@ async def serve(config: Config, *, on_ready: Callable[[str], None] | None = None
     beside = [http_client.sweep(server.server_state, loop)]
     if certificate is not None:
         beside.append(certificate.follow())
-    async with gateway.run_beside(*beside), admin_listener(gateway, admin_sock):
+    async with gateway.run_beside(*beside), admin_listener(gateway, admin_sock, certificate):
         await server.serve(sockets=[sock])
         gateway.door.stopping = True
         for connection in list(server.server_state.connections):  # what its grace did not suffice for

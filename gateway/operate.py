@@ -8,7 +8,7 @@ import httpx
 import msgspec
 from msgspec import Struct
 
-from gateway.dry_run import TIMEOUT_SECONDS, Unanswered, aligned, message_of
+from gateway.dry_run import Unanswered, aligned, message_of, new_client
 
 
 class Load(Struct):
@@ -59,7 +59,7 @@ def drain(url: str, replica: str, key: str | None, *, draining: bool) -> bytes:
 def _asked(method: str, url: str, key: str | None) -> bytes:
     headers = {} if key is None else {"authorization": f"Bearer {key}"}
     try:
-        with httpx.Client(trust_env=False, timeout=TIMEOUT_SECONDS) as client:
+        with new_client() as client:
             answer = client.request(method, url, headers=headers)
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         raise Unanswered(f"{url}: {error}") from error

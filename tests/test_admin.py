@@ -10,6 +10,7 @@ import logging
 import os
 import re
 import signal
+import ssl
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +23,7 @@ from gateway import app
 from gateway.admin_key import AdminKey, read_admin_key
 from gateway.cli import main
 from gateway.config import Admin, Config, ConfigError, Discovery, Feeds, Replica, Server, load
+from tests.proxy.certificates import Authority
 from tests.proxy.conftest import eventually, until_ready
 from tests.proxy.scripted import Exchange, ScriptedReplica, answer_chat
 
@@ -64,16 +66,23 @@ async def operated(
     monkeypatch: pytest.MonkeyPatch,
     *replicas: ScriptedReplica,
     host: str = "127.0.0.1",
+    authority: Authority | None = None,
+    admin_host: str = "127.0.0.1",
     **admin: Any,
 ) -> AsyncIterator[Operated]:
     monkeypatch.setenv(VARIABLE, KEY)
     caplog.set_level(logging.INFO, logger="gateway")
+    verify: ssl.SSLContext | bool = True
+    certificate: dict[str, str] = {}
+    if authority is not None:
+        verify, pair = authority.client_context(), authority.issue("gateway", "IP:127.0.0.1")
+        certificate = {"tls_certificate": str(pair.certificate), "tls_key": str(pair.key)}
     config = Config(
-        server=Server(host=host, port=0, log="off", drain_seconds=1.0),
+        server=Server(host=host, port=0, log="off", drain_seconds=1.0, **certificate),
         replicas=[Replica(url=replica.url) for replica in replicas],
         discovery=Discovery(interval_seconds=0.1),
         feeds=Feeds(probe_interval_seconds=0.1, scrape_interval_seconds=0.1, probe_timeout_seconds=1.0),
-        admin=Admin(**{"port": 0, "key_env": VARIABLE, **admin}),
+        admin=Admin(**{"host": admin_host, "port": 0, "key_env": VARIABLE, **admin}),
     )
     listening: asyncio.Future[str] = asyncio.get_running_loop().create_future()
     caplog.clear()
@@ -86,8 +95,10 @@ async def operated(
     admin_url = found[1] if found else url
     try:
         async with (
-            httpx.AsyncClient(base_url=url, trust_env=False, timeout=10) as client,
-            httpx.AsyncClient(base_url=admin_url, trust_env=False, timeout=10, headers=BEARER) as key_holder,
+            httpx.AsyncClient(base_url=url, trust_env=False, timeout=10, verify=verify) as client,
+            httpx.AsyncClient(
+                base_url=admin_url, trust_env=False, timeout=10, headers=BEARER, verify=verify
+            ) as key_holder,
         ):
             await until_ready(client, len(replicas))
             yield Operated(url, client, admin_url, key_holder)
@@ -473,3 +484,20 @@ async def test_the_dry_run_command_shows_the_key(caplog, monkeypatch, capsys, tm
             assert "HTTP 401" in capsys.readouterr().err
             assert await run_here("route", "--url", gateway.url, "--key-env", VARIABLE, str(body)) == 0
             assert capsys.readouterr().out.startswith("policy cache-cost: ")
+
+
+async def test_a_remote_admin_listener_has_the_gateways_certificate(caplog, monkeypatch, capsys, tmp_path) -> None:
+    authority = Authority(tmp_path, "ours")
+    async with ScriptedReplica().running() as replica:
+        async with operated(caplog, monkeypatch, replica, authority=authority) as gateway:
+            assert gateway.admin_url.startswith("http://127.0.0.1:"), "nobody else can listen there"
+        async with operated(caplog, monkeypatch, replica, authority=authority, host="0.0.0.0") as gateway:
+            assert gateway.url.startswith("https://")
+        async with operated(caplog, monkeypatch, replica, authority=authority, admin_host="0.0.0.0") as gateway:
+            assert gateway.admin_url.startswith("https://")
+            command = ("drain", replica.url, "--url", gateway.admin_url, "--key-env", VARIABLE)
+            assert await run_here(*command) == 1
+            assert "certificate" in capsys.readouterr().err
+            monkeypatch.setenv("SSL_CERT_FILE", str(authority.file))
+            assert await run_here(*command) == 0
+            assert (await gateway.replicas())[replica.url]["draining"]
