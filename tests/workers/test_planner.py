@@ -73,6 +73,22 @@ def test_what_the_operator_measured_beats_the_record() -> None:
     assert found.weights_source == "measured"
 
 
+def test_what_was_measured_with_one_split_says_nothing_of_another() -> None:
+    found = ask("h100-80", 2, flags=flags_of(["-tp", "2"]), weights_gib=33.3)
+    assert found.chosen.memory.weights == 33.3
+    others = [one for one in found.alternatives if one.layout[1:] != found.chosen.layout[1:]]
+    assert others
+    assert not any(one.memory.weights_are_measured for one in others)
+
+
+def test_a_preset_is_named_only_where_it_gives_this_plan() -> None:
+    assert ask("h100-80", 2).is_preset
+    assert ask("h100-80", 4).is_preset  # two replicas of it
+    assert not ask("h100-80", 2, context=4096).is_preset
+    assert not ask("h100-80", 2, flags={"seed": 1}).is_preset
+    assert not ask("h100-80", 2, interconnect="pcie").is_preset
+
+
 def test_two_a100_40_with_the_specifications_flags_do_not_fit_and_this_is_how_they_do() -> None:
     found = ask("a100-40", 2, profile="spec")
     assert not found.fits
@@ -285,6 +301,7 @@ def test_flags_of_vllm_may_follow(warmlane) -> None:
         ("--vllm-version latest", "'latest' is not a version of vLLM"),
         ("--context 200000", "openai/gpt-oss-120b has a context of 131072 tokens, not 200000"),
         ("--env NONSENSE", "--env NONSENSE: expected NAME=VALUE"),
+        ("--count 2 --weights 33", "--weights and --overhead are those of one split"),
         ("--beside embedded", "preset embedded runs without a GPU"),
         ("--gpu-memory-utilization 1.2", "--gpu-memory-utilization: expected a number above 0 and up to 1"),
         ("-- --max-num-seqs none", "--max-num-seqs: expected a whole number from 1"),

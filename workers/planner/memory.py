@@ -87,9 +87,8 @@ def memories(model: Model, kernels: str, memory_gib: float, settings: Settings, 
     overhead = overhead_gib(model, settings)
     draft = draft_bytes(model) / GIB if settings.draft_layers else 0.0
     if measured.overhead_gib is not None:
-        further = (
-            max(0, settings.max_num_batched_tokens - (measured.batched_tokens or 0)) if measured.batched_tokens else 0
-        )
+        told = settings.max_num_batched_tokens
+        further = max(0, told - (measured.batched_tokens or told))
         overhead = measured.overhead_gib + GIB_PER_1K_TOKENS * further / 1024
     return [
         Memory(

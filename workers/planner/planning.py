@@ -135,15 +135,15 @@ class Basis:
         return self.estimate(layout_of(flags, self.question.count), settings)
 
     def measured(self, layout: Layout) -> Measured:
-        """The record is of one GPU, or of a preset's split: it says nothing of another."""
+        """What was measured with one split says nothing of another."""
         question, record = self.question, self.record
-        if question.weights_gib is not None or question.overhead_gib is not None:
+        if is_measured(question):
+            if layout[1:] != layout_of(self.flags, question.count)[1:]:
+                return Measured()
             return Measured(question.weights_gib, question.overhead_gib, self.settings.max_num_batched_tokens)
-        if (
-            record is None
-            or self.preset is None
-            or layout[1:] != layout_of(self.preset.profile().flags, layout.gpus)[1:]
-        ):
+        if record is None or self.preset is None:
+            return Measured()
+        if layout[1:] != layout_of(self.preset.profile().flags, layout.gpus)[1:]:
             return Measured()
         return Measured(record.weights_gib, record.overhead_gib, record.max_num_batched_tokens)
 
@@ -154,6 +154,8 @@ def plan(question: Question) -> Plan:
     goal = question.goal or GOAL_OF_PROFILE.get(question.profile or "", "balanced")
     basis = basis_of(question, question.count)
     is_fixed = follows_flags(basis)
+    if is_measured(question) and not is_fixed and question.count > 1:
+        raise PlanError("--weights and --overhead are those of one split: name it, with --profile or behind --")
     candidates = [
         (basis if is_fixed else basis_of(question, layout.gpus)).estimate(layout)
         for layout in layouts.possible(model, machine)
@@ -170,7 +172,7 @@ def plan(question: Question) -> Plan:
         case=case,
         preset=basis.preset_name,
         profile=question.profile or (presets.DEFAULT_PROFILE if basis.preset else None),
-        is_preset=chosen == basis.as_preset(),
+        is_preset=not question.flags and not question.environment and chosen == basis.as_preset(),
         goal=goal,
         findings=tuple(found),
         alternatives=tuple(every),
@@ -256,6 +258,10 @@ def flags_and_environment(
     if question.gpu_memory_utilization is not None:
         flags["gpu-memory-utilization"] = question.gpu_memory_utilization
     return flags, {**(profile.environment if profile else {}), **(question.environment or {})}
+
+
+def is_measured(question: Question) -> bool:
+    return question.weights_gib is not None or question.overhead_gib is not None
 
 
 def follows_flags(basis: Basis) -> bool:
