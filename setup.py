@@ -38,6 +38,7 @@ COMPILED = [
             "replica",
             "router",
             "scorers",
+            "settling",
         )
     ),
     *(

@@ -27,6 +27,8 @@ SETTLED_FLIGHTS = 20
 """Before so many, what was not predicted says that bytes per token are still a guess, and nothing of the cache's size.
 Taken for its size, on real engines with text of 6.8 bytes a token, it left predicted hits half as high again as the
 real ones until the end of a run of 50 s."""
+SETTLING_SECONDS = 10.0
+"""After a return: about twice a mean request, so that those sent since have begun to end."""
 RESIZE_SHARE = 0.01
 """Capacity in blocks follows the learned bytes per token in steps of 1 %, so that the index is not resized all the
 time."""
@@ -54,6 +56,7 @@ class Replica:
         "model_ids",
         "models",
         "rate",
+        "settling_until",
         "started",
     )
 
@@ -72,6 +75,8 @@ class Replica:
         self.load = Load()
         self.health = Health(id)
         self.draining = False
+        self.settling_until = float("-inf")
+        """It came back a moment ago (`core.settling`)."""
         self._asleep = self._paused = False
         self.models: tuple[ModelCard, ...] | None = None
         """`None` until it listed them."""
@@ -100,7 +105,7 @@ class Replica:
     def probed(self, ok: bool, reason: str, now: float) -> None:
         was_ejected = self.health.state is HealthState.EJECTED
         if self.health.probe(ok, reason, now) and was_ejected:
-            self._returned()
+            self._returned(now)
 
     def list_models(self, models: tuple[ModelCard, ...], now: float) -> None:
         self.models = models
@@ -145,7 +150,7 @@ class Replica:
                 was_ejected = self.health.state is HealthState.EJECTED
                 changed = self.health.flight_completed(started_at, now)
                 if changed and was_ejected:
-                    self._returned()
+                    self._returned(now)
                 return changed
             case Outcome.FAILED:
                 return self.health.flight_failed(started_at, now)
@@ -196,8 +201,9 @@ class Replica:
         self.index.clear()
         self._misses = 0
 
-    def _returned(self) -> None:
+    def _returned(self, now: float) -> None:
         """Back from ejection: cold, unless a scrape since then showed that it is the same process."""
+        self.settling_until = now + SETTLING_SECONDS
         if self._proven_at is None or self._proven_at < self.health.ejected_at:
             self.clear()
 

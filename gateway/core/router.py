@@ -26,7 +26,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 
-from gateway.core import filters, holding
+from gateway.core import filters, holding, settling
 from gateway.core.admission import Admission, Admitted, Release, Shed, Ticket, Waiting
 from gateway.core.belief import CacheShare
 from gateway.core.flight import Flight
@@ -90,6 +90,7 @@ class Router:
         self._ownership = Ownership()
         self._started = 0
         self._in_flight = 0
+        self._settling_until = float("-inf")
         self._all_up: dict[str | None, list[Replica]] = {}
         """Candidates by model while every replica is up, so that time does not matter; emptied by every change."""
         self.before_start: Callable[[Decision, float], None] | None = None
@@ -114,6 +115,7 @@ class Router:
                 replica.report(snapshot, now)
             case ProbeAnswered(ok=ok, reason=reason):
                 replica.probed(ok, reason, now)
+                self._settling_until = max(self._settling_until, replica.settling_until)
             case ModelsListed(models=models):
                 replica.list_models(models, now)
             case DrainRequested(draining=draining):
@@ -345,6 +347,7 @@ class Router:
             return
         if replica.flight_ended(outcome, flight.started_at, now):
             self._all_up.clear()
+            self._settling_until = max(self._settling_until, replica.settling_until)
         if outcome is Outcome.COMPLETED:
             flight.teach_rate(usage)
             if usage is not None:
@@ -437,7 +440,7 @@ class Router:
             mean = foreign_total / (len(views) - len(silent))
             for position in silent:
                 views[position] = views[position]._replace(foreign_requests=mean)
-        return views
+        return views if now >= self._settling_until else settling.seen(views, candidates, now)
 
     def _describe(self, replica: Replica, available: bool, now: float) -> ReplicaStatistics:
         load, snapshot = replica.load, replica.load.snapshot

@@ -506,6 +506,22 @@ class TestHealth:
         fleet.complete(fleet.send(RouteRequest()))
         assert sum(one.health is HealthState.UP for one in fleet.router.statistics(fleet.now).replicas) == 1
 
+    @pytest.mark.parametrize("policy", ["least-requests", "cache-cost"])
+    def test_one_that_comes_back_gets_its_share_and_no_more(self, policy: str) -> None:
+        """It has nothing in flight, which must not draw everything to it."""
+        random, fleet = Random(1), Fleet(3, policy)
+        bad = fleet.replicas[0]
+        for _ in range(3):
+            fleet.send_to(bad, RouteRequest()).finish(Outcome.FAILED, fleet.now)
+        for _ in range(80):
+            fleet.send(ask(text(random, 2))).first_token(fleet.now)
+        fleet.now += 1.2
+        fleet.probe(bad)
+        fleet.sent.clear()
+        for _ in range(60):
+            fleet.send(ask(text(random, 2))).first_token(fleet.now)
+        assert 10 <= fleet.sent[bad] <= 24
+
     def test_a_paused_engine_gets_nothing_though_it_says_that_it_is_awake(self) -> None:
         fleet = Fleet(2)
         paused = fleet.replicas[0]
