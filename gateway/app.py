@@ -487,8 +487,10 @@ def tune_memory() -> None:
 
     glibc gives large buffers back to the kernel at once and faults them in again for the next body; keeping up to 64
     MiB removed the page faults that made 256 KB bodies two to three times dearer. Objects made so far live as long as
-    the process, so the garbage collector need not look at them again; it runs when 10,000 new ones have piled up. Most
-    of those come from the control plane's HTTP client, the data path makes no cycles: 2 MiB at most wait for it.
+    the process, so the garbage collector need not look at them again. It runs when 2,000 new ones have piled up, looks
+    at ten times as many every tenth time, and hardly ever at all: a run takes 0.4 µs an object, and 5,000 streams that
+    begin at once once made it stop the loop for 80 ms. What it finds comes from the control plane's HTTP client; the
+    data path makes no cycles.
     """
     with contextlib.suppress(OSError, AttributeError):
         libc = ctypes.CDLL("libc.so.6")
@@ -498,4 +500,4 @@ def tune_memory() -> None:
         libc.mallopt(m_top_pad, 4 * 2**20)
     gc.collect()
     gc.freeze()
-    gc.set_threshold(10_000, 20, 50)
+    gc.set_threshold(2_000, 10, 500)
