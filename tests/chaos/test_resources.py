@@ -185,7 +185,7 @@ def finish(served: Served) -> None:
     served.end_stream()
 
 
-@pytest.mark.parametrize("odd", ODD_METRICS)
+@pytest.mark.parametrize("odd", ["hung", "renamed", "50 MB"] if SHORT else ODD_METRICS)
 async def test_28_metrics_of_a_replica_that_cannot_be_read(tmp_path: Path, figures, odd: str) -> None:
     """O-12: its last word was that it is idle; what we sent there ourselves counts, so it is not flooded."""
     seconds = span(8.0, 4.0)
@@ -241,10 +241,10 @@ async def test_28_series_stay_bounded(tmp_path: Path, figures) -> None:
     figures.record(28, "scrape of the gateway", f"p99 {p99 * 1e3:.0f} ms", "p99 <= 100 ms", p99 <= 0.1)
     counted = totals[0] - before.total("warmlane_requests_total")
     monotone = totals == [totals[0] + number for number in range(100)]
-    figures.record(28, "totals", f"{counted:,.0f} of 10,000, then one more each", "exact, monotone", monotone)
+    figures.record(28, "totals", f"{counted:,.0f} of 10,200, then one more each", "exact, monotone", monotone)
     assert series <= 2_000
     assert p99 <= 0.1
-    assert counted == 10_000
+    assert counted == 10_200
     assert monotone
 
 
