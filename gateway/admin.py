@@ -80,7 +80,7 @@ def build_admin_api(
             url = ReplicaId(replica_url(wanted.url))
             registration = await registry.register(url, wanted.prefill_rate, wanted.lease_seconds)
         except BodyTooLarge as error:
-            await asgi_client.discard_body(error, request.scope, request.receive)
+            await asgi_client.discard_body(request.scope, request.receive, unread=error.unread)
             return response_of(answer(error), close=True)
         except asgi_client.ClientLeft:
             return Response(status_code=499)  # nobody reads it

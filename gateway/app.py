@@ -13,6 +13,7 @@ import functools
 import gc
 import logging
 import math
+import os
 import secrets
 import signal
 import socket
@@ -29,6 +30,7 @@ import uvloop
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse, PlainTextResponse
 
+from gateway.access import configured_access, replica_key
 from gateway.admin import build_admin_api, listening
 from gateway.admin_key import read_admin_key
 from gateway.config import Config
@@ -44,12 +46,16 @@ from gateway.feeds.registry import Registry
 from gateway.feeds.replicas import Replicas
 from gateway.feeds.scrape import Scrape
 from gateway.feeds.token_counts import TokenCounts
+from gateway.isolation import CannotSalt
+from gateway.keys import Denied
+from gateway.limits import Caller
 from gateway.notices import Notices
 from gateway.proxy import asgi_client, http_client
 from gateway.proxy.control_connection import ControlConnection
 from gateway.proxy.endpoints import ENDPOINTS
 from gateway.proxy.errors import BadBody, BodyTooLarge, NotFound, answer
 from gateway.proxy.front_door import Call, FrontDoor, read_headers
+from gateway.proxy.guard import guarded
 from gateway.proxy.upstream import Header
 from gateway.responses import refuse_as_openai_does, response_of
 from gateway.shadow import Shadows
@@ -94,6 +100,7 @@ class Gateway:
         if config.routing.shadow:
             shadows = [(policy_named(name), self.telemetry.shadow(name)) for name in config.routing.shadow]
             self.router.before_start = Shadows(self.router, shadows).compare
+        self.replica_key = replica_key(config.upstream, os.environ)
         self.door = FrontDoor(
             self.router,
             self.telemetry,
@@ -103,6 +110,8 @@ class Gateway:
             loop,
             block_bytes=settings.block_bytes,
             tls=self.replica_tls,
+            access=configured_access(config.auth, os.environ, self.clock),
+            replica_key=self.replica_key,
         )
         self.replicas = Replicas()
         self.discovery = Discovery(
@@ -143,7 +152,9 @@ class Gateway:
     @contextlib.asynccontextmanager
     async def run_beside(self, *more: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
         """Feeds, deadline sweeps and log flush, from start-up until shut-down."""
-        async with new_client(self.replica_tls, self.config.upstream.tls_server_name) as client:
+        if (access := self.door.access) is not None:
+            more = (*more, access.watch())
+        async with self._new_client() as client:
             notices = Notices(lambda: self.router.statistics(self.clock()).replicas)
             beside = (self.door.sweep(), self.flush(), self.watch_lag(), notices.run())
             jobs = [*self._feeds(client), *beside, *more]
@@ -187,9 +198,12 @@ class Gateway:
             jobs.append(counts.run(client))
         return jobs
 
+    def _new_client(self) -> httpx.AsyncClient:
+        return new_client(self.replica_tls, self.config.upstream.tls_server_name, self.replica_key)
+
     async def _list_models(self, replica: ReplicaId) -> tuple[ModelCard, ...]:
         """What a replica that is not known yet serves."""
-        async with new_client(self.replica_tls, self.config.upstream.tls_server_name) as client:
+        async with self._new_client() as client:
             return await list_models(client, replica, timeout_seconds=self.config.feeds.probe_timeout_seconds)
 
     async def flush(self) -> None:
@@ -235,14 +249,14 @@ def build_api(gateway: Gateway) -> FastAPI:
         return Response(gateway.telemetry.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
     @api.get("/v1/models")
-    async def models() -> Response:
-        """The models of all available replicas, merged."""
-        return JSONResponse({"object": "list", "data": [model_object(card) for card in gateway.router.models()]})
+    async def models(request: Request) -> Response:
+        """The models of all available replicas, merged; with keys, those that the key may use."""
+        return JSONResponse({"object": "list", "data": [model_object(card) for card in models_for(gateway, request)]})
 
     @api.get("/v1/models/{model:path}")
-    async def model(model: str) -> Response:
+    async def model(model: str, request: Request) -> Response:
         """One model; ids may contain slashes."""
-        for card in gateway.router.models():
+        for card in models_for(gateway, request):
             if card.id == model:
                 return JSONResponse(model_object(card))
         return response_of(answer(UnknownModel(model)))
@@ -255,11 +269,11 @@ def build_api(gateway: Gateway) -> FastAPI:
         try:
             body = await asgi_client.read_body(request.scope, request.receive, limit)
         except BodyTooLarge as error:
-            await asgi_client.discard_body(error, request.scope, request.receive)
+            await asgi_client.discard_body(request.scope, request.receive, unread=error.unread)
             return response_of(answer(error), close=True)
         except asgi_client.ClientLeft:
             return Response(status_code=499)  # nobody reads it
-        return dry_run(gateway, body, path, request.headers.raw)
+        return dry_run(gateway, body, path, request)
 
     @api.get("/warmlane/replicas")
     async def replicas(request: Request) -> Response:
@@ -283,7 +297,7 @@ def inference_paths(door: FrontDoor) -> Any:
     return inference
 
 
-def quiet_when_stopped(api: FastAPI) -> Any:
+def quiet_when_stopped(api: Any) -> Any:
     """uvicorn cancels what outlives the grace, and would print a traceback for each."""
 
     async def served(scope: Any, receive: Any, send: Any) -> None:
@@ -293,17 +307,30 @@ def quiet_when_stopped(api: FastAPI) -> Any:
     return served
 
 
-def dry_run(gateway: Gateway, body: bytes, path: str, headers: list[Header]) -> Response:
+def dry_run(gateway: Gateway, body: bytes, path: str, asked: Request) -> Response:
     """Read as the front door reads it, decided as the router decides now; nothing is booked."""
     endpoint = ENDPOINTS.get(path.encode())
     if endpoint is None:
         return response_of(answer(NotFound(f"Not an inference path: {path}")))
-    call = Call(b"POST", path.encode(), endpoint, headers, body, gateway.clock())
+    headers: list[Header] = asked.headers.raw
+    call = Call(b"POST", path.encode(), endpoint, headers, body, gateway.clock(), caller=caller_of(asked))
     try:
         request = gateway.door.read(call, read_headers(headers))
         return JSONResponse(explained(gateway.router.decide(request, gateway.clock())))
-    except (BadBody, RoutingError) as error:
+    except (BadBody, CannotSalt, Denied, NotFound, RoutingError) as error:
         return response_of(answer(error))
+
+
+def caller_of(request: Request) -> Caller | None:
+    """Whose key it came with (`proxy/guard.py`)."""
+    found: Caller | None = request.scope.get("auth")
+    return found
+
+
+def models_for(gateway: Gateway, request: Request) -> list[ModelCard]:
+    caller = caller_of(request)
+    allowed = caller.key.models if caller is not None else None
+    return [card for card in gateway.router.models() if allowed is None or card.id in allowed]
 
 
 def model_object(card: ModelCard) -> dict[str, Any]:
@@ -425,7 +452,7 @@ async def serve(config: Config, *, on_ready: Callable[[str], None] | None = None
         http = functools.partial(http_client.ClientConnection, gateway.door)
     server = Server(
         uvicorn.Config(
-            quiet_when_stopped(build_api(gateway)),
+            quiet_when_stopped(guarded(build_api(gateway), gateway.door, gateway.viewers.is_admin)),
             http=http,
             ws="none",
             lifespan="off",

@@ -49,6 +49,9 @@ KeyVariable = Annotated[
 ADMIN_KEY = "WARMLANE_ADMIN_KEY"
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
+key = typer.Typer(help="API keys of clients.", rich_markup_mode=None)
+cli.add_typer(key, name="key")
+
 
 class Refused(Exception):
     """Ends a command with a line on stderr and an exit code."""
@@ -264,6 +267,28 @@ def replay(options: Options) -> int:
 
 cli.command("replay")(as_command(replay))
 cli.command()(plan)
+
+
+@key.command()
+def new(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="Whose key it is; logs and metrics say it.")],
+    tenant: Annotated[
+        str | None, typer.Option("--tenant", metavar="T", help="Whom it counts for; NAME when not given.")
+    ] = None,
+    as_json: Json = False,
+) -> int:
+    """Make a key. It is printed once and kept nowhere: its hash goes into the keys file."""
+    import json
+
+    from gateway import keys
+
+    secret = keys.new_secret()
+    entry = keys.new_entry(name, secret, tenant)
+    if as_json:
+        print(json.dumps({"key": secret, "entry": entry}))
+    else:
+        print(f"{secret}\n\nThe key above is for the client, shown this once. For the keys file:\n\n{entry}", end="")
+    return DONE
 
 
 @cli.command()

@@ -125,6 +125,10 @@ class Upstream(Struct, frozen=True, forbid_unknown_fields=True):
     """PEM file with the authorities that `https://` replicas are verified against; not set: those of the system."""
     tls_server_name: str | None = None
     """Name in the certificates of `https://` replicas, where it is not the host of their URL (addresses from DNS)."""
+    api_key_env: str | None = None
+    """Environment variable with the key that replicas ask for (vLLM's `--api-key`)."""
+    api_key_file: str | None = None
+    """The same from a file, read at start-up."""
 
 
 class Feeds(Struct, frozen=True, forbid_unknown_fields=True):
@@ -160,6 +164,19 @@ class Admin(Struct, frozen=True, forbid_unknown_fields=True):
     why."""
 
 
+class Auth(Struct, frozen=True, forbid_unknown_fields=True):
+    """`[auth]`: who may come in. Everybody, until there are keys in a file or in `WARMLANE_API_KEYS`."""
+
+    required: bool = False
+    """Do not start without keys."""
+    keys_file: str | None = None
+    """TOML with `[[keys]]` (`gateway/keys.py`); a change counts within a second."""
+    isolate_tenants: bool = False
+    """Prefix caches are not shared between tenants: bodies get a `cache_salt` (`gateway/isolation.py`)."""
+    isolation_secret_env: str = "WARMLANE_ISOLATION_SECRET"
+    """Environment variable with what the salts are made of: the same for all gateways of a fleet. Random when empty."""
+
+
 class Config(Struct, frozen=True, forbid_unknown_fields=True):
     server: Server = Server()
     replicas: list[Replica] = []
@@ -168,6 +185,7 @@ class Config(Struct, frozen=True, forbid_unknown_fields=True):
     upstream: Upstream = Upstream()
     feeds: Feeds = Feeds()
     admin: Admin = Admin()
+    auth: Auth = Auth()
 
 
 def load(path: Path) -> Config:

@@ -30,12 +30,14 @@ class RequestRecord(msgspec.Struct, gc=False):
     request_id: str
     route: str
     """Path template from the table of endpoints, e.g. `/v1/responses/{id}`."""
+    key: str = ""
+    """Name of the key that it came with; empty while nobody is asked for one."""
     time: float = 0.0
     """Unix time of the end."""
     model: str = ""
     """As the client wrote it; empty when it named none."""
     tenant: str = ""
-    """Whose request it is; empty as long as there are no tenants."""
+    """Whose request it is; empty as long as there are no keys."""
     status: int = 0
     """As sent to the client; 0 when it left before."""
     outcome: str = ""

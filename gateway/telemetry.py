@@ -121,6 +121,10 @@ ADMITTED = Family("counter", "warmlane_admitted_total", "Requests that were let 
 SHED = Family(
     "counter", "warmlane_shed_total", "Requests that the gateway itself refused with 429.", ("tenant", "reason")
 )
+KEY_REFUSALS = Family(
+    "counter", "warmlane_key_refusals_total", "Requests that their key ruled out.", ("tenant", "reason")
+)
+TENANT_TOKENS = Family("counter", "warmlane_tenant_tokens_total", "Tokens that replicas reported.", ("tenant", "kind"))
 REQUEST_BYTES = Family("counter", "warmlane_request_bytes_total", "Bytes of request bodies.")
 RESPONSE_BYTES = Family("counter", "warmlane_response_bytes_total", "Bytes of answers relayed.")
 LOG_RECORDS_LOST = Family("counter", "warmlane_log_records_lost_total", "Log records that nobody read in time.")
@@ -181,6 +185,8 @@ FAMILIES: tuple[Family, ...] = (
     REPLAYS_REFUSED,
     ADMITTED,
     SHED,
+    KEY_REFUSALS,
+    TENANT_TOKENS,
     REQUEST_BYTES,
     RESPONSE_BYTES,
     LOG_RECORDS_LOST,
@@ -236,6 +242,8 @@ class Telemetry(Collector):
         self._attempts: dict[tuple[ReplicaId, str], int] = defaultdict(int)
         self._replays: dict[tuple[str], int] = defaultdict(int)
         self._replays_refused = 0
+        self._key_refusals: dict[tuple[str, str], int] = defaultdict(int)
+        self._tenant_tokens: dict[tuple[str, str], int] = defaultdict(int)
         self._overhead = Histogram(OVERHEAD_BOUNDS)
         self._wait = Histogram(WAIT_BOUNDS)
         self._loop_lag = Histogram(LAG_BOUNDS)
@@ -272,6 +280,10 @@ class Telemetry(Collector):
             record.time = self._wall_clock()
             self._log.add(record)
 
+    def key_refused(self, tenant: str, reason: str) -> None:
+        """A request was ruled out by its key; `tenant` is empty when the key was not known."""
+        self._key_refusals[self._tenant_label(tenant), reason] += 1
+
     def _count_sent(self, record: RequestRecord, series: ModelSeries) -> None:
         tenant = (self._tenant_label(record.tenant),)
         self._admitted[tenant] = self._admitted.get(tenant, 0) + 1
@@ -281,8 +293,10 @@ class Telemetry(Collector):
         self._wait.observe(record.waited_seconds)
         if record.prompt_tokens is not None:
             series.prompt_tokens += record.prompt_tokens
+            self._tenant_tokens[tenant[0], "prompt"] += record.prompt_tokens
         if record.completion_tokens is not None:
             series.completion_tokens += record.completion_tokens
+            self._tenant_tokens[tenant[0], "completion"] += record.completion_tokens
         if record.cached_tokens is None:
             self._cached["unconfirmed",] += record.cached_tokens_predicted
         else:  # both sides of the comparison over the same requests
@@ -402,6 +416,8 @@ class Telemetry(Collector):
         yield _counter(REPLAYS_REFUSED, {(): self._replays_refused})
         yield _counter(ADMITTED, self._admitted)
         yield _counter(SHED, self._shed)
+        yield _counter(KEY_REFUSALS, self._key_refusals)
+        yield _counter(TENANT_TOKENS, self._tenant_tokens)
         yield _counter(REQUEST_BYTES, {(): self._request_bytes})
         yield _counter(RESPONSE_BYTES, {(): self._response_bytes})
         yield _counter(LOG_RECORDS_LOST, {(): self._log.lost if self._log is not None else 0})

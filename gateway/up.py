@@ -12,6 +12,7 @@ import os
 import signal
 import socket
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -20,6 +21,7 @@ import msgspec
 import uvloop
 
 from gateway import app
+from gateway.access import configured_access
 from gateway.admin_key import read_admin_key
 from gateway.config import Config, Replica
 from gateway.stderr_log import report_unforeseen
@@ -87,13 +89,14 @@ async def run_together(config: Config, fleet: Fleet) -> int:
     config = msgspec.structs.replace(config, replicas=[*config.replicas, *found])
     read_admin_key(config.admin)  # a key that is missing fails before the long start
     asyncio.get_running_loop().set_exception_handler(report_unforeseen)
+    needs_key = configured_access(config.auth, os.environ, time.monotonic) is not None  # and a wrong file, too
     try:
         with stop_signals() as stopping:
             for sock in app.listen_all(config):  # so does a port in use
                 if sock is not None:
                     sock.close()
             await first_of(start_all(fleet), stopping.wait())
-            return 0 if stopping.is_set() else await serve(config, fleet, stopping)
+            return 0 if stopping.is_set() else await serve(config, fleet, stopping, needs_key)
     except (WorkerFailed, app.StartError) as error:
         print(f"warmlane: {error}", file=sys.stderr)
         return 1
@@ -114,14 +117,14 @@ async def stop_all(workers: Sequence[Worker], grace_seconds: float | None = None
     await asyncio.gather(*(worker.stop(**graces) for worker in workers))
 
 
-async def serve(config: Config, fleet: Fleet, stopping: asyncio.Event) -> int:
+async def serve(config: Config, fleet: Fleet, stopping: asyncio.Event, needs_key: bool) -> int:
     """The gateway in front of running workers, until a signal."""
     beside = [asyncio.ensure_future(report_end(worker)) for worker in fleet.workers]
 
     def on_ready(url: str) -> None:
         if stopping.is_set():  # the signal came before the gateway heeded signals itself
             os.kill(os.getpid(), signal.SIGTERM)
-        beside.append(asyncio.ensure_future(greet(url, fleet)))
+        beside.append(asyncio.ensure_future(greet(url, fleet, needs_key)))
 
     try:
         return await app.serve(config, on_ready=on_ready)
@@ -136,7 +139,7 @@ async def report_end(worker: Worker) -> None:
     print(f"warmlane: {worker.name} ended by itself with exit code {code}; going on without it", file=sys.stderr)
 
 
-async def greet(url: str, fleet: Fleet) -> None:
+async def greet(url: str, fleet: Fleet, needs_key: bool) -> None:
     """Say how to call the gateway, once a call would be answered."""
     deadline = asyncio.get_running_loop().time() + GATEWAY_READY_SECONDS
     async with httpx.AsyncClient(trust_env=False, timeout=GATEWAY_READY_SECONDS) as client:
@@ -145,21 +148,24 @@ async def greet(url: str, fleet: Fleet) -> None:
                 print(f"warmlane: no replica is ready after {GATEWAY_READY_SECONDS:g} s", file=sys.stderr)
                 return
             await asyncio.sleep(POLL_SECONDS)
-    print(greeting(url, fleet), flush=True)
+    print(greeting(url, fleet, needs_key), flush=True)
 
 
-def greeting(url: str, fleet: Fleet) -> str:
+def greeting(url: str, fleet: Fleet, needs_key: bool) -> str:
     replicas = ", ".join(worker.url for worker in fleet.workers)
+    header, key = "", "unused"
+    if needs_key:
+        header, key = ' -H "Authorization: Bearer $KEY"', "KEY"
     return f"""
 # Warmlane serves {url} in front of {replicas}. Ctrl-C stops all. Try, in another terminal:
 
-curl {url}/v1/chat/completions -H 'Content-Type: application/json' -d '{{"model": "{fleet.model}", \
+curl {url}/v1/chat/completions -H 'Content-Type: application/json'{header} -d '{{"model": "{fleet.model}", \
 "messages": [{{"role": "user", "content": "Hello"}}]}}'
 
 # or in Python, with `pip install openai`:
 
 from openai import OpenAI
-client = OpenAI(base_url="{url}/v1", api_key="unused")
+client = OpenAI(base_url="{url}/v1", api_key="{key}")
 answer = client.chat.completions.create(model="{fleet.model}", messages=[{{"role": "user", "content": "Hello"}}])
 print(answer.choices[0].message.content)
 """

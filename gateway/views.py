@@ -35,6 +35,9 @@ class Viewers:
         if not self._key.opens(headers):
             raise AdminKeyRequired
 
+    def is_admin(self, headers: Iterable[tuple[bytes, bytes]]) -> bool:
+        return self._key is not None and self._key.opens(headers)
+
 
 class FleetView:
     """All replicas as JSON: what the router knows of each, where it comes from, and who is registered but stays out."""

@@ -374,3 +374,71 @@ def test_serve_stands_in_front_of_a_replica_and_route_explains(start, replica, t
 
 def test_route_says_when_nobody_answers(complaint):
     assert complaint(1, "route", "--url", "http://127.0.0.1:1", os.devnull).startswith("http://127.0.0.1:1: ")
+
+
+# -- keys
+
+
+def test_a_new_key_opens_the_gateway_that_has_its_entry(start, replica, tmp_path, here, monkeypatch):
+    code, out, _ = here("key", "new", "alice", "--tenant", "acme")
+    assert code == 0
+    secret, entry = out.split()[0], out[out.index("[[keys]]") :]
+    keys = tmp_path / "keys.toml"
+    keys.write_text(entry)
+    file = tmp_path / "warmlane.toml"
+    file.write_text(f'[server]\nport = 0\n[auth]\nrequired = true\nkeys_file = "{keys}"\n')
+    gateway = start("serve", "--replica", replica, "--config", str(file))
+    gateway.wait_for(lambda: "listening on" in gateway.err)
+    url = re.search(r"listening on (\S+),", gateway.err)[1]
+    gateway.wait_for(lambda: httpx.get(f"{url}/ready").status_code == 200)
+    assert httpx.post(f"{url}/v1/chat/completions", json=BODY).status_code == 401
+    bearer = {"Authorization": f"Bearer {secret}"}
+    assert httpx.post(f"{url}/v1/chat/completions", json=BODY, headers=bearer).status_code == 200
+
+    body = tmp_path / "body.json"
+    body.write_text(json.dumps(BODY))
+    assert here("route", "--url", url, str(body))[0] == 1
+    monkeypatch.setenv("WARMLANE_API_KEY", secret)
+    assert here("route", "--url", url, "--key-env", "WARMLANE_API_KEY", str(body))[0] == 0
+
+    keys.write_text("[[keys]")
+    gateway.wait_for(lambda: f"{keys}: not TOML" in gateway.err)
+    assert httpx.get(f"{url}/v1/models", headers=bearer).status_code == 200
+    keys.write_text(entry.replace('"alice"', '"alice-2"'))
+    gateway.wait_for(lambda: f"{keys} has changed: 1 keys now" in gateway.err)
+    assert gateway.stop() == 0
+    records = [json.loads(line) for line in gateway.out.splitlines()]
+    assert ("alice", "acme") in {(record["key"], record["tenant"]) for record in records}
+    assert secret not in gateway.out + gateway.err
+
+
+def test_a_new_key_as_json(here):
+    made = json.loads(here("key", "new", "bob", "--json")[1])
+    assert made["key"].startswith("wl-")
+    assert made["entry"].startswith('[[keys]]\nname = "bob"\n')
+
+
+def test_a_key_needs_a_name_that_can_stand_in_logs(complaint):
+    assert complaint(2, "key", "new", "two words").startswith("key: name: ")
+
+
+@pytest.mark.parametrize("command", ["serve", "up"])
+def test_required_keys_that_are_not_there_are_one_line_and_exit_code_2(complaint, tmp_path, command):
+    file = tmp_path / "warmlane.toml"
+    file.write_text('[server]\nport = 0\n[auth]\nrequired = true\n[[replicas]]\nurl = "http://a"\n')
+    message = "auth.required is true, but there are no keys: set auth.keys_file or WARMLANE_API_KEYS"
+    assert complaint(2, command, "--config", str(file)) == message
+
+
+def test_up_says_how_to_call_it_with_a_key(start, monkeypatch):
+    monkeypatch.setenv("WARMLANE_API_KEYS", "alice=sk-alice")
+    up = start("up", "--port", "0")
+    up.wait_for(lambda: "print(" in up.out)
+    assert '-H "Authorization: Bearer $KEY"' in printed_curl(up.out)
+    assert 'api_key="KEY"' in printed_python(up.out)
+    url = re.search(r"serves (\S+) in", up.out)[1]
+    for secret, status in (("sk-alice", 200), ("KEY", 401)):
+        answer = httpx.post(f"{url}/v1/chat/completions", json=BODY, headers={"x-api-key": secret})
+        assert answer.status_code == status
+    assert up.stop() == 0
+    assert "sk-alice" not in up.out + up.err

@@ -215,9 +215,13 @@ class Router:
         """The replica that keeps the stored response `id`."""
         return self._ownership.owner(id)
 
-    def own(self, id: str, replica: ReplicaId) -> None:
+    def is_foreign(self, id: str, tenant: str) -> bool:
+        """Whether the stored response is known to be another tenant's."""
+        return self._ownership.is_foreign(id, tenant)
+
+    def own(self, id: str, replica: ReplicaId, tenant: str = "") -> None:
         """`replica` has stored a response under `id`."""
-        self._ownership.own(id, replica)
+        self._ownership.own(id, replica, tenant)
 
     def reconsider(self, decision: Decision, now: float, policy: Policy) -> Decision:
         """What another policy decides from what `decision` saw, as long as that one is not started. Changes nothing."""

@@ -16,19 +16,23 @@ class FetchFailed(Exception):
     """The page could not be had. The message is one short line for people."""
 
 
-def new_client(tls: ssl.SSLContext | None = None, tls_server_name: str | None = None) -> httpx.AsyncClient:
+def new_client(
+    tls: ssl.SSLContext | None = None, tls_server_name: str | None = None, key: str | None = None
+) -> httpx.AsyncClient:
     """The client that all feeds share. Time is bounded by `fetch` as a whole, not step by step. `tls`: how `https://`
-    replicas are verified; `tls_server_name`: the name in their certificates, if it is not that of the URL."""
+    replicas are verified; `tls_server_name`: the name in their certificates, if it is not that of the URL; `key`: what
+    replicas ask for."""
 
     async def name_server(request: httpx.Request) -> None:
         request.extensions["sni_hostname"] = tls_server_name
 
+    authorization = {} if key is None else {"Authorization": f"Bearer {key}"}
     return httpx.AsyncClient(
         timeout=None,
         trust_env=False,
         follow_redirects=False,
         limits=httpx.Limits(max_connections=None, max_keepalive_connections=0),
-        headers={"Accept-Encoding": "identity", "User-Agent": "warmlane"},
+        headers={"Accept-Encoding": "identity", "User-Agent": "warmlane", **authorization},
         verify=tls or True,
         event_hooks={"request": [name_server]} if tls_server_name is not None else {},
     )

@@ -11,6 +11,8 @@ import contextlib
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
+from gateway.keys import Denied, NoKey
+from gateway.limits import Caller
 from gateway.proxy.endpoints import ENDPOINTS, NOWHERE, Endpoint, stored_response
 from gateway.proxy.errors import BodyTooLarge, ErrorAnswer, NotFound, answer
 from gateway.proxy.exchange import Exchange
@@ -24,6 +26,7 @@ Send = Callable[[Message], Awaitable[None]]
 HIGH_WATER_BYTES = 4096
 """Unsent bytes above which the replica is read no further, as on the fast way."""
 
+BODY_HEADERS = frozenset((b"content-length", b"transfer-encoding"))
 LINGER_SECONDS = 2.0
 """How long a body that is too large is read and thrown away before it is answered."""
 
@@ -81,24 +84,24 @@ class AsgiClient:
 
 async def serve(door: FrontDoor, scope: Message, receive: Receive, send: Send) -> None:
     """One HTTP request of an inference path. Anything not in the table is answered 404."""
-    path, query = scope["raw_path"], scope["query_string"]
-    method = scope["method"].encode()
-    endpoint: Endpoint | None = ENDPOINTS.get(path) if method == b"POST" else None
-    response_id = None
-    if endpoint is None and (stored := stored_response(method, path)) is not None:
-        endpoint, response_id = stored
+    path, query, method = scope["raw_path"], scope["query_string"], scope["method"].encode()
+    endpoint, response_id = served_by(method, path)
     headers: list[Header] = list(scope["headers"])
-    if endpoint is None:
+    if endpoint is NOWHERE:
         refusal = answer(NotFound(f"Not found: {scope['method']} {scope['path']}"))
         door.note_unread(NOWHERE, headers, 0, refusal)
         await send_answer(send, refusal)
+        return
+    caller: Caller | None = scope.get("auth")  # where `guard.py` puts it
+    if caller is None and door.access is not None:
+        await refuse(door, NoKey(), scope, receive, send)
         return
     try:
         body = await read_body(scope, receive, door.server.max_body_mib * 2**20)
     except BodyTooLarge as error:
         refusal = answer(error, anthropic=endpoint.anthropic)
         door.note_unread(endpoint, headers, 0, refusal)
-        await discard_body(error, scope, receive)
+        await discard_body(scope, receive, unread=error.unread)
         await send_answer(send, refusal, close=True)
         return
     except ClientLeft:
@@ -112,6 +115,7 @@ async def serve(door: FrontDoor, scope: Message, receive: Receive, send: Send) -
         body=body,
         received_at=door.clock(),
         response_id=response_id,
+        caller=caller,
     )
     del body  # the call has it, as long as it may have to be sent again
     await exchange(door, call, receive, send)
@@ -156,15 +160,35 @@ async def read_body(scope: Message, receive: Receive, limit: int) -> bytes:
             return b"".join(parts)
 
 
-async def discard_body(error: BodyTooLarge, scope: Message, receive: Receive) -> None:
+async def discard_body(scope: Message, receive: Receive, *, unread: bool) -> None:
     """Let a client that is still sending come to its end, for a while: one that is cut off may lose the answer.
     One that waits to be told to begin is not sending."""
-    if error.unread and any(name == b"expect" for name, _ in scope["headers"]):
+    if unread and any(name == b"expect" for name, _ in scope["headers"]):
         return
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(LINGER_SECONDS):
             while (await receive()).get("more_body", False):
                 pass
+
+
+async def refuse(door: FrontDoor, error: Denied, scope: Message, receive: Receive, send: Send) -> None:
+    """Answer, count and log a request that has no good key. If it has a body, that is not wanted, and the connection
+    closes."""
+    headers: list[Header] = list(scope["headers"])
+    endpoint, _ = served_by(scope["method"].encode(), scope["raw_path"])
+    refusal = answer(error, anthropic=endpoint.anthropic)
+    door.telemetry.key_refused("", error.reason)
+    door.note_unread(endpoint, headers, 0, refusal)
+    has_body = any(name in BODY_HEADERS and value != b"0" for name, value in headers)
+    if has_body:
+        await discard_body(scope, receive, unread=True)
+    await send_answer(send, refusal, close=has_body)
+
+
+def served_by(method: bytes, path: bytes) -> tuple[Endpoint, str | None]:
+    """The endpoint of an inference path, and the id of a stored response that it names; `NOWHERE` for other paths."""
+    endpoint = ENDPOINTS.get(path) if method == b"POST" else None
+    return (endpoint, None) if endpoint is not None else stored_response(method, path) or (NOWHERE, None)
 
 
 async def wait_disconnect(receive: Receive) -> None:

@@ -1,8 +1,8 @@
 """One table from exceptions to what a client is told: status, OpenAI error type and code.
 
-Errors are sorted by blame. The client's own (`BadBody`, `BodyTooLarge`, `UnknownModel`) are 4xx; a replica's
-(`UpstreamError` and its children) are 502 or 504; the fleet's (`NoReplica`, `OwnerGone`, a replica that cannot be
-connected to or leaves when there is no other) and our own (`OutOfSockets`) are 503 with `Retry-After`.
+Errors are sorted by blame. The client's own (`BadBody`, `BodyTooLarge`, `UnknownModel`, what its key does not allow)
+are 4xx; a replica's (`UpstreamError` and its children) are 502 or 504; the fleet's (`NoReplica`, `OwnerGone`, a replica
+that cannot be connected to or leaves when there is no other) and our own (`OutOfSockets`) are 503 with `Retry-After`.
 The object carries OpenAI's four fields and, for `/v1/messages`, is wrapped as Anthropic clients expect it; that form
 is a superset, so every client can read every error.
 """
@@ -16,6 +16,9 @@ from dataclasses import dataclass
 import msgspec
 
 from gateway.core.model import NoReplica, OwnerGone, RoutingError, UnknownModel
+from gateway.isolation import CannotSalt
+from gateway.keys import NoKey, WrongKey
+from gateway.limits import ModelNotAllowed, OverLimit
 
 
 class BadBody(Exception):
@@ -150,6 +153,11 @@ BLAME: dict[type[Exception], Blame] = {
     HeadTooLarge: Blame(431, "invalid_request_error", "headers_too_large"),
     TooManyConnections: Blame(503, "service_unavailable_error", "too_many_connections"),
     OutOfSockets: Blame(503, "service_unavailable_error", "out_of_sockets"),
+    CannotSalt: Blame(415, "invalid_request_error", "encoded_body"),
+    NoKey: Blame(401, "invalid_request_error", "invalid_api_key"),
+    WrongKey: Blame(401, "invalid_request_error", "invalid_api_key"),
+    ModelNotAllowed: Blame(403, "permission_error", "model_not_allowed"),
+    OverLimit: Blame(429, "rate_limit_error", "rate_limit_exceeded"),
     NotOpen: Blame(403, "permission_error", "not_open"),
     NotFound: Blame(404, "invalid_request_error", "not_found"),
     UnknownModel: Blame(404, "invalid_request_error", "model_not_found"),
@@ -172,6 +180,8 @@ KNOWN: tuple[type[Exception], ...] = (*BLAME, RoutingError, UpstreamError)
 # What Anthropic's SDK expects in `error.type`, by status.
 ANTHROPIC_TYPE = {
     400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
     404: "not_found_error",
     413: "request_too_large",
     429: "rate_limit_error",
@@ -200,6 +210,8 @@ def answer(error: Exception, *, anthropic: bool = False) -> ErrorAnswer:
     blame = BLAME[type(error)]
     found = refusal(blame, str(error), anthropic=anthropic)
     retry_after = getattr(error, "retry_after", 1.0 if blame.status == 503 else None)
+    if blame.status == 401:
+        found.headers.append((b"www-authenticate", b"Bearer"))
     if retry_after is not None:
         found.headers.append((b"retry-after", b"%d" % max(1, math.ceil(retry_after))))
     return found
@@ -218,7 +230,7 @@ def code_of(error: Exception) -> str:
 
 
 def error_body(blame: Blame, message: str, *, anthropic: bool = False) -> bytes:
-    param = "model" if blame.code == "model_not_found" else None
+    param = "model" if blame.code in ("model_not_found", "model_not_allowed") else None
     kind = ANTHROPIC_TYPE.get(blame.status, "api_error") if anthropic else blame.type
     error = {"message": message, "type": kind, "param": param, "code": blame.code}
     return msgspec.json.encode({"type": "error", "error": error} if anthropic else {"error": error})

@@ -17,15 +17,19 @@ import re
 import secrets
 import ssl
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from gateway import prompt
+from gateway.access import Access, without_credentials
 from gateway.config import Server as ServerConfig
 from gateway.config import Upstream as UpstreamConfig
 from gateway.core.flight import Flight
 from gateway.core.model import NoReplica, Outcome, ReplicaId, RouteRequest, RoutingError, Usage
 from gateway.core.router import Router
+from gateway.keys import Denied
+from gateway.limits import BYTES_A_TOKEN, Caller, OverLimit
 from gateway.prompt import Shape
+from gateway.proxy import keyed
 from gateway.proxy.endpoints import Endpoint
 from gateway.proxy.errors import (
     KNOWN,
@@ -35,6 +39,7 @@ from gateway.proxy.errors import (
     DeadlineExceeded,
     EngineDraining,
     ErrorAnswer,
+    NotFound,
     OutOfSockets,
     Overloaded,
     UpstreamError,
@@ -89,6 +94,8 @@ class Call:
     """Who serves it: set by who starts it, for the deadline."""
     overdue: bool = False
     """Its deadline has passed, and cancelled the exchange."""
+    caller: Caller | None = None
+    """Whose key it came with; `None` while nobody is asked for one."""
 
 
 @dataclass(slots=True)
@@ -118,6 +125,8 @@ class FrontDoor:
         *,
         block_bytes: int,
         tls: ssl.SSLContext | None = None,
+        access: Access | None = None,
+        replica_key: str | None = None,
     ) -> None:
         self.server = server
         self.clock = clock
@@ -129,6 +138,10 @@ class FrontDoor:
         """The gateway is about to leave: clients are asked to open no further request on their connections."""
         self.stopping = False
         """The gateway stops: from now on it is we who cut off what runs."""
+        self.access = access
+        self._isolation = access.isolation if access is not None else None
+        self._key_line = b"" if replica_key is None else b"authorization: Bearer %b\r\n" % replica_key.encode()
+        self._credentials_end_here = access is not None or replica_key is not None
         self._loop = loop
         self._upstream_config = upstream
         self._tls = tls
@@ -141,20 +154,24 @@ class FrontDoor:
 
     async def serve(self, call: Call, client: Client) -> None:
         """Answer one call. Raises nothing but `CancelledError`, when the client left."""
+        if self._credentials_end_here:
+            call.headers = without_credentials(call.headers)
         forwarding = read_headers(call.headers)
         record = self._record(call, forwarding)
-        ticket = timer = None
+        ticket = timer = stay = None
         if forwarding.timeout is not None or self._upstream_config.deadline_seconds is not None:
             timer = self._set_deadline(call, forwarding.timeout)
         try:
             request = self.read(call, forwarding)
             record.model = request.model or ""
-            record.tenant = request.tenant
             self.telemetry.request_read(record, request)
+            if call.caller is not None:
+                stay = call.caller.enter(request.length // BYTES_A_TOKEN, self.clock())
             came = self.clock()
             ticket = await self.gate.enter(request)
             record.waited_seconds = self.clock() - came
-            await self._attempts(call, request, ticket.take_flight(), forwarding.lines, client, record)
+            lines = self._key_line + forwarding.lines if self._key_line else forwarding.lines
+            await self._attempts(call, request, ticket.take_flight(), lines, client, record)
         except asyncio.CancelledError:
             if not call.overdue:
                 record.outcome = self._cancelled(call).value
@@ -172,15 +189,29 @@ class FrontDoor:
             call.exchange = None
             if ticket is not None:
                 self.gate.leave(ticket)
+            if stay is not None:
+                keyed.settle(stay, record, self.clock())
             record.duration_seconds = self.clock() - call.received_at
             self.telemetry.request_ended(record)
 
     def read(self, call: Call, forwarding: Forwarding) -> RouteRequest:
-        """Body and headers -> what the core needs to know. Raises `BadBody`."""
+        """Body and headers -> what the core needs to know. Raises `BadBody`, and what the key does not allow."""
+        if call.caller is None:
+            return self._read(call, forwarding)
+        key, shape = call.caller.key, call.endpoint.shape
+        if self._isolation is not None:
+            call.body = keyed.salted(self._isolation, call.body, shape, key.tenant, encoded=forwarding.encoded)
+        request = self._read(call, forwarding)
+        keyed.check_model(key, request, shape, call.headers, call.body)
+        return replace(request, tenant=key.tenant, priority=key.priority)
+
+    def _read(self, call: Call, forwarding: Forwarding) -> RouteRequest:
         if forwarding.encoded:
             return RouteRequest(length=len(call.body))  # passed as it is, without affinity
         shape = call.endpoint.shape
         owned = call.response_id or (prompt.previous_response(call.body) if shape is Shape.RESPONSES else None)
+        if owned is not None and call.caller is not None and self.router.is_foreign(owned, call.caller.key.tenant):
+            raise NotFound("There is no stored response with this id.")
         pinned = self.router.owner(owned) if owned is not None else None
         try:
             return prompt.parse(
@@ -269,7 +300,7 @@ class FrontDoor:
             return relay.error
         self._note(record, relay, outcome, usage, call)
         if relay.response_id is not None:
-            self.router.own(relay.response_id, decision.replica)
+            self.router.own(relay.response_id, decision.replica, flight.decision.request.tenant)
         return None
 
     async def _fly(self, call: Call, flight: Flight, lines: bytes, client: Client, record: RequestRecord) -> Relay:
@@ -306,6 +337,7 @@ class FrontDoor:
             try:
                 complete = await relay.finished
             except asyncio.CancelledError:
+                record.stream, record.response_bytes = relay.streaming, relay.response_bytes
                 connection.abort(relay)
                 if not call.overdue:
                     raise
@@ -388,7 +420,10 @@ class FrontDoor:
 
     def _record(self, call: Call, forwarding: Forwarding) -> RequestRecord:
         request_id = self._request_id(forwarding.request_id)
-        return RequestRecord(request_id=request_id, route=call.endpoint.path, request_bytes=len(call.body))
+        record = RequestRecord(request_id=request_id, route=call.endpoint.path, request_bytes=len(call.body))
+        if call.caller is not None:
+            record.key, record.tenant = call.caller.key.name, call.caller.key.tenant
+        return record
 
     def _request_id(self, given: bytes | None) -> str:
         """The client's, if it is harmless in a header and a log line."""
@@ -416,6 +451,8 @@ class FrontDoor:
         record.outcome = blame_outcome(error).value
         if isinstance(error, Overloaded):
             record.shed = error.reason
+        if isinstance(error, Denied):
+            self.telemetry.key_refused(record.tenant, error.reason)
         headers = [*refusal.headers, (b"x-request-id", record.request_id.encode())]
         client.start(refusal.status, headers)
         client.write(refusal.body, True)
@@ -433,7 +470,7 @@ def blame_outcome(error: Exception) -> Outcome:
         return Outcome.OVERDUE
     if isinstance(error, UpstreamError):
         return Outcome.FAILED
-    return Outcome.REFUSED if isinstance(error, NoReplica | Overloaded | OutOfSockets) else Outcome.REJECTED
+    return Outcome.REFUSED if isinstance(error, NoReplica | Overloaded | OverLimit | OutOfSockets) else Outcome.REJECTED
 
 
 def read_headers(headers: list[Header]) -> Forwarding:

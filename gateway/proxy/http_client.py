@@ -25,6 +25,9 @@ from uvicorn.config import Config
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
 
+from gateway.access import Access
+from gateway.keys import Denied
+from gateway.limits import Caller
 from gateway.proxy.control_connection import (
     LINGER_SECONDS,
     WRITE_HIGH_BYTES,
@@ -91,6 +94,7 @@ class ClientConnection(asyncio.Protocol):
         self._target = b""
         self._headers: list[Header] = []
         self._endpoint: Endpoint | None = None
+        self._caller: Caller | None = None
         self._parts: list[bytes] = []
         self._tail = bytearray()
         self._body_bytes = 0
@@ -243,6 +247,9 @@ class ClientConnection(asyncio.Protocol):
             return
         self._endpoint = endpoint
         self._raw = []
+        access = self._door.access
+        if access is not None and not self._has_key(access, endpoint):
+            return
         self._persistent = self._parser.should_keep_alive()
         self._is_http_1_0 = version == "1.0"
         self._length = framing.length
@@ -252,6 +259,16 @@ class ClientConnection(asyncio.Protocol):
             self._owes_continue = True
             if self._exchange is None:
                 self._continue()
+
+    def _has_key(self, access: Access, endpoint: Endpoint) -> bool:
+        """Whose request it is. Without a good key it ends here, before its body is read."""
+        try:
+            self._caller = access.caller(self._headers)
+        except Denied as error:
+            self._door.telemetry.key_refused("", error.reason)
+            self._refuse(answer(error, anthropic=endpoint.anthropic))
+            return False
+        return True
 
     def _continue(self) -> None:
         """The client waits for this before it sends its body."""
@@ -305,6 +322,7 @@ class ClientConnection(asyncio.Protocol):
             received_at=self._door.clock(),
             keep_alive=self._persistent,
             http_1_0=self._is_http_1_0,
+            caller=self._caller,
         )
         self._parts = []
         self._calls.append(call)

@@ -156,7 +156,6 @@ class HandDriven(app.Gateway):
 
     def __init__(self, config: Config, router: Router, time: HandMovedLoop) -> None:
         self.config = config
-        self.draining = False
         self.clock = time.clock
         self.router = router
         self.telemetry = Telemetry(log=io.BytesIO(), log_blocks=False, router=router, clock=self.clock)

@@ -14,7 +14,7 @@ import httpx
 import pytest
 
 from gateway import app
-from gateway.config import Config, Feeds, Replica, Routing, Server, Upstream
+from gateway.config import Auth, Config, Feeds, Replica, Routing, Server, Upstream
 from tests.proxy.scripted import ScriptedReplica
 
 MODES = ("fast", "asgi")
@@ -55,7 +55,10 @@ async def running_gateway(
     routing: dict[str, Any] | None = None,
     feeds: dict[str, Any] | None = None,
     verify: ssl.SSLContext | bool = True,
+    auth: dict[str, Any] | None = None,
+    key: str | None = None,
 ) -> AsyncIterator[RunningGateway]:
+    """`key`: the client's own, sent with all its requests."""
     quick = {"port": 0, "http": mode, "log": "off", "drain_delay_seconds": 0.0, "drain_seconds": 1.0}
     config = Config(
         server=Server(**{**quick, **(server or {})}),
@@ -71,13 +74,17 @@ async def running_gateway(
                 **(feeds or {}),
             }
         ),
+        auth=Auth(**(auth or {})),
     )
     listening: asyncio.Future[str] = asyncio.get_running_loop().create_future()
     task = asyncio.create_task(app.serve(config, on_ready=listening.set_result))
     done, _ = await asyncio.wait((listening, task), timeout=10, return_when=asyncio.FIRST_COMPLETED)
     if task in done:
         task.result()
-    async with httpx.AsyncClient(base_url=listening.result(), trust_env=False, timeout=10, verify=verify) as client:
+    headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+    async with httpx.AsyncClient(
+        base_url=listening.result(), trust_env=False, timeout=10, verify=verify, headers=headers
+    ) as client:
         gateway = RunningGateway(listening.result(), task, client)
         try:
             if wait_ready:

@@ -1,0 +1,137 @@
+"""What a key may still do: requests at a time, requests a minute, tokens a minute, and which models.
+
+A minute's limit is a bucket that fills evenly and holds one minute's worth, so a whole minute may be used at once and
+then goes on at its rate. Tokens are known only at the end: what the prompt is thought to hold is taken when the request
+comes in, and what the replica reports in `usage` is settled when it ends; a bucket may fall into debt that way, and
+opens again when it has made up for it.
+"""
+
+from __future__ import annotations
+
+from gateway.keys import Denied, Key
+
+BYTES_A_TOKEN = 4
+"""Of prompt text in most languages and of a token id: the estimate until `usage` tells."""
+BYTES_A_STREAMED_TOKEN = 200
+"""vLLM's event for one token of a chat has 180 to 260 bytes. Counts answers whose client does not ask for usage, or
+leaves before it comes: neither is a way around the limit."""
+BUSY_RETRY_SECONDS = 1.0
+"""When a request of the same key ends nobody knows."""
+
+
+class ModelNotAllowed(Denied):
+    reason = "model"
+
+    def __init__(self, model: str | None) -> None:
+        named = "names none that can be read" if model is None else f"asks for '{model}'"
+        super().__init__(f"This API key may use certain models only, and the request {named}.")
+
+
+class OverLimit(Denied):
+    """Too much at a time. `reason` is the limit as the keys file calls it; `retry_after` in seconds."""
+
+    def __init__(self, reason: str, limit: int, retry_after: float) -> None:
+        super().__init__(f"Rate limit reached for this API key: {reason.replace('_', ' ')}, limit {limit}.")
+        self.reason = reason
+        self.retry_after = retry_after
+
+
+class Bucket:
+    """So much a minute."""
+
+    __slots__ = ("_at", "_level", "per_minute")
+
+    def __init__(self, per_minute: int, now: float) -> None:
+        self.per_minute = per_minute
+        self._level = float(per_minute)
+        self._at = now
+
+    def __repr__(self) -> str:
+        return f"<Bucket {self._level:.1f}/{self.per_minute}>"
+
+    def wait_seconds(self, amount: float, now: float) -> float:
+        """Until so much may be taken; 0 now. More than the bucket ever holds needs a full one, and leaves a debt."""
+        self._fill(now)
+        missing = min(amount, self.per_minute) - self._level
+        return max(0.0, missing * 60 / self.per_minute)
+
+    def take(self, amount: float, now: float) -> None:
+        """Negative: give back."""
+        self._fill(now)
+        self._level = min(self._level - amount, self.per_minute)
+
+    def _fill(self, now: float) -> None:
+        self._level = min(self._level + (now - self._at) * self.per_minute / 60, self.per_minute)
+        self._at = now
+
+
+class Caller:
+    """One key with what it has running. It outlives a change of the keys file."""
+
+    __slots__ = ("_requests", "_tokens", "key", "running")
+
+    def __init__(self, key: Key, now: float) -> None:
+        self.key = key
+        self.running = 0
+        self._requests = bucket(None, key.requests_per_minute, now)
+        self._tokens = bucket(None, key.tokens_per_minute, now)
+
+    def __repr__(self) -> str:
+        return f"<Caller {self.key.name} of {self.key.tenant} running={self.running}>"
+
+    def renew(self, key: Key, now: float) -> None:
+        """The keys file says something else of it now. A limit that stayed goes on where it was."""
+        self.key = key
+        self._requests = bucket(self._requests, key.requests_per_minute, now)
+        self._tokens = bucket(self._tokens, key.tokens_per_minute, now)
+
+    def enter(self, prompt_tokens: int, now: float) -> Stay:
+        """One more request with so many prompt tokens, as estimated. Raises `OverLimit`, and then has taken nothing."""
+        most, requests, tokens = self.key.concurrent_requests, self._requests, self._tokens
+        if most is not None and self.running >= most:
+            raise OverLimit("concurrent_requests", most, BUSY_RETRY_SECONDS)
+        if requests is not None and (wait := requests.wait_seconds(1, now)) > 0:
+            raise OverLimit("requests_per_minute", requests.per_minute, wait)
+        if tokens is not None:
+            if (wait := tokens.wait_seconds(max(1, prompt_tokens), now)) > 0:
+                raise OverLimit("tokens_per_minute", tokens.per_minute, wait)
+            tokens.take(prompt_tokens, now)
+        if requests is not None:
+            requests.take(1, now)
+        self.running += 1
+        return Stay(self, prompt_tokens, tokens)
+
+
+class Stay:
+    """One request that was let in, until `leave`. Leaving twice is harmless."""
+
+    __slots__ = ("_caller", "_tokens", "reserved")
+
+    def __init__(self, caller: Caller, reserved: int, tokens: Bucket | None) -> None:
+        self._caller: Caller | None = caller
+        self._tokens = tokens
+        self.reserved = reserved
+
+    def leave(self, used_tokens: int, now: float) -> None:
+        caller, self._caller = self._caller, None
+        if caller is None:
+            return
+        caller.running -= 1
+        if self._tokens is not None:
+            self._tokens.take(used_tokens - self.reserved, now)
+
+
+def bucket(before: Bucket | None, per_minute: int | None, now: float) -> Bucket | None:
+    if per_minute is None or (before is not None and before.per_minute == per_minute):
+        return before if per_minute is not None else None
+    return Bucket(per_minute, now)
+
+
+def used_tokens(reserved: int, *, served: bool, prompt: int | None, completion: int | None, streamed_bytes: int) -> int:
+    """What a request that has ended used: as the replica reported it, else as far as can be told from outside.
+    `served`: a replica worked on it, and did not fail."""
+    if not served:
+        return 0
+    return (reserved if prompt is None else prompt) + (
+        streamed_bytes // BYTES_A_STREAMED_TOKEN if completion is None else completion
+    )

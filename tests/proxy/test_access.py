@@ -1,0 +1,573 @@
+"""Keys over real sockets, both ways of serving clients: who is let in, how much, and what a replica gets to see."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import anthropic
+import httpx
+import msgspec
+import openai
+import pytest
+
+from tests.proxy.conftest import RunningGateway, eventually, running_gateway
+from tests.proxy.scripted import ANSWER, Exchange, ScriptedReplica
+from tests.proxy.test_front_door import ODD_BODY, post, raw_request
+
+KEY, OTHER_KEY, REPLICA_KEY = "wl-canary-alice", "wl-canary-bob", "sk-canary-replica"
+CHAT = "/v1/chat/completions"
+RESPONSE = b'{"id":"resp_1","object":"response","model":"m","usage":{"input_tokens":1,"output_tokens":1}}'
+
+
+class Keys:
+    """A keys file: each call writes it anew."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def write(self, alice: dict[str, Any] | None = None, bob: dict[str, Any] | None = None) -> None:
+        lines: list[str] = []
+        for name, secret, fields in (("alice", KEY, alice), ("bob", OTHER_KEY, bob)):
+            if fields is not None:
+                digest = hashlib.sha256(secret.encode()).hexdigest()
+                table = {"name": name, "sha256": digest, "tenant": f"{name}-co", **fields}
+                lines += ["[[keys]]", *(f"{field} = {json.dumps(value)}" for field, value in table.items())]
+        self.path.write_text("\n".join(lines))
+
+
+@pytest.fixture
+def keys(tmp_path: Path) -> Keys:
+    keys = Keys(tmp_path / "keys.toml")
+    keys.write(alice={}, bob={})
+    return keys
+
+
+Guarded = Callable[..., contextlib.AbstractAsyncContextManager[RunningGateway]]
+
+
+@pytest.fixture
+def guarded(keys: Keys, mode: str) -> Guarded:
+    """A gateway with that keys file; its client is alice's."""
+
+    @contextlib.asynccontextmanager
+    async def running(*replicas: ScriptedReplica, auth: dict[str, Any] | None = None, **tables: Any):  # type: ignore[no-untyped-def]
+        table = {"keys_file": str(keys.path), **(auth or {})}
+        async with running_gateway(*replicas, mode=mode, auth=table, key=KEY, **tables) as gateway:
+            yield gateway
+
+    return running
+
+
+def as_bob(**headers: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {OTHER_KEY}", **headers}
+
+
+# -- who is let in
+
+PATHS = [
+    b"/v1/chat/completions",
+    b"/v1/completions?api_key=" + KEY.encode(),
+    b"/v1/responses",
+    b"/v1/responses/resp_1",
+    b"/v1/responses/resp_1/cancel",
+    b"/v1/messages",
+    b"/v1/messages/count_tokens",
+    b"/v1/embeddings",
+    b"/v1/audio/transcriptions",
+    b"/tokenize",
+    b"/v2/rerank",
+    b"/invocations",
+    b"/inference/v1/generate",
+    b"/metrics",
+    b"/docs",
+    b"/openapi.json",
+    b"/redoc",
+    b"/v1/models",
+    b"/v1/models/m",
+    b"/warmlane/route",
+    b"/",
+    b"*",
+    b"//v1/chat/completions",
+    b"/v1//chat/completions",
+    b"/V1/chat/completions",
+    b"/v1/chat/completions/",
+    b"/v1/chat/completions#x",
+    b"/%76%31/chat/completions",
+    b"/v1/chat%2Fcompletions",
+    b"/v1%2Fmodels",
+    b"/v1/%2e%2e/metrics",
+    b"/health/../v1/models",
+    b"/health/..%2fv1/models",
+    b"/health%2f..%2fv1/models",
+    b"/%68ealth",
+    b"/health/",
+    b"/health;/v1/models",
+    b"/health%00",
+    b"/Health",
+    b"//health",
+    b"/ready/x",
+    b"http://g/v1/chat/completions",
+    b"http://g/v1/models",
+    b"http://user:" + KEY.encode() + b"@g/v1/models",
+    b"http://g/health/../metrics",
+]
+"""O-21: every route that exists, and spellings that some parser takes for one."""
+
+METHODS = [b"GET", b"POST", b"HEAD", b"PUT", b"DELETE", b"OPTIONS", b"PATCH", b"TRACE", b"BREW"]
+
+BAD_KEYS = {
+    "none": b"",
+    "empty": b"authorization: \r\n",
+    "empty bearer": b"authorization: Bearer \r\n",
+    "wrong": b"authorization: Bearer wl-canary-wrong\r\n",
+    "prefix": b"authorization: Bearer " + KEY[:-1].encode() + b"\r\n",
+    "longer": b"authorization: Bearer " + KEY.encode() + b"x\r\n",
+    "two in one": b"authorization: Bearer " + KEY.encode() + b", Bearer " + KEY.encode() + b"\r\n",
+    "hash": b"authorization: Bearer " + hashlib.sha256(KEY.encode()).hexdigest().encode() + b"\r\n",
+    "basic": b"authorization: Basic " + KEY.encode() + b"\r\n",
+    "no scheme": b"authorization: " + KEY.encode() + b"\r\n",
+    "wrong x-api-key": b"x-api-key: wrong\r\n",
+    "other header": b"api-key: " + KEY.encode() + b"\r\n",
+    "underscore": b"x_api_key: " + KEY.encode() + b"\r\n",
+    "cookie": b"cookie: authorization=Bearer " + KEY.encode() + b"\r\n",
+    "proxy": b"proxy-authorization: Bearer " + KEY.encode() + b"\r\n",
+}
+
+
+async def status_of(gateway: RunningGateway, method: bytes, target: bytes, headers: bytes, body: bytes = b"") -> int:
+    """Of one request on a connection of its own; 400 where it was closed without an answer."""
+    length = b"content-length: %d\r\n" % len(body) if body else b""
+    request = (
+        method + b" " + target + b" HTTP/1.1\r\nhost: g\r\nconnection: close\r\n" + headers + length + b"\r\n" + body
+    )
+    answer = await raw_request(gateway, request)
+    return int(answer.split(b" ", 2)[1]) if answer else 400
+
+
+async def test_o_21_no_path_is_open_without_a_key(guarded: Guarded) -> None:
+    """O-21: paths and encodings, with and without a body."""
+    async with ScriptedReplica().running() as replica, guarded(replica) as gateway:
+        for target in PATHS:
+            for method, body in ((b"GET", b""), (b"POST", ODD_BODY)):
+                assert await status_of(gateway, method, target, b"", body) in (400, 401), (method, target)
+        assert replica.exchanges == []
+
+
+async def test_o_21_no_method_is_open_without_a_key(guarded: Guarded) -> None:
+    async with ScriptedReplica().running() as replica, guarded(replica) as gateway:
+        for method in METHODS:
+            for target in (CHAT.encode(), b"/v1/models", b"/metrics", b"/nothing"):
+                assert await status_of(gateway, method, target, b"") in (400, 401), (method, target)
+            if method not in (b"GET", b"HEAD"):
+                assert await status_of(gateway, method, b"/health", b"") in (400, 401), method
+        assert replica.exchanges == []
+
+
+async def test_o_21_no_other_key_opens(guarded: Guarded) -> None:
+    async with ScriptedReplica().running() as replica, guarded(replica) as gateway:
+        for name, header in BAD_KEYS.items():
+            for target in (CHAT.encode(), b"/v1/messages", b"/v1/responses/resp_1/cancel", b"/warmlane/route"):
+                assert await status_of(gateway, b"POST", target, header, ODD_BODY) == 401, (name, target)
+            assert await status_of(gateway, b"GET", b"/metrics", header) == 401, name
+        assert replica.exchanges == []
+        page = (await gateway.client.get("/metrics")).text
+        refused = [line for line in page.splitlines() if line.startswith("warmlane_key_refusals_total")]
+        assert {line.split("{")[1].split("}")[0] for line in refused} == {
+            'reason="no_key",tenant="none"',
+            'reason="wrong_key",tenant="none"',
+        }
+
+
+async def test_with_a_key_every_spelling_of_a_path_is_what_it_was_without_keys(guarded: Guarded, mode: str) -> None:
+    """O-21: what was checked is what is forwarded, so nothing but the exact target reaches the replica."""
+
+    async def outcomes(gateway: RunningGateway, replica: ScriptedReplica) -> list[tuple[int, list[bytes]]]:
+        found = []
+        for target in PATHS:
+            for method, body in ((b"GET", b""), (b"POST", ODD_BODY)):
+                replica.exchanges.clear()
+                status = await status_of(gateway, method, target, b"x-api-key: " + KEY.encode() + b"\r\n", body)
+                found.append((status, [exchange.request_line for exchange in replica.exchanges]))
+        return found
+
+    async with ScriptedReplica().running() as replica:
+        async with guarded(replica) as gateway:
+            with_keys = await outcomes(gateway, replica)
+        async with running_gateway(replica, mode=mode) as gateway:
+            assert await outcomes(gateway, replica) == with_keys
+    assert sum(bool(lines) for _, lines in with_keys) > 5
+
+
+async def test_health_and_readiness_are_open(guarded: Guarded) -> None:
+    async with ScriptedReplica().running() as replica, guarded(replica) as gateway:
+        assert await status_of(gateway, b"GET", b"/health", b"") == 200
+        assert await status_of(gateway, b"GET", b"/ready?x=1", BAD_KEYS["wrong"]) == 200
+
+
+async def test_a_refusal_comes_before_the_body(guarded: Guarded) -> None:
+    """401 without `100 Continue`, and the connection closes: nobody uploads without a key."""
+    head = b"POST %b HTTP/1.1\r\nhost: g\r\nexpect: 100-continue\r\ncontent-length: 50000000\r\n\r\n"
+    async with ScriptedReplica().running() as replica, guarded(replica) as gateway:
+        for path in (CHAT.encode(), b"/v1/responses/resp_1/cancel"):
+            answer = await raw_request(gateway, head % path)
+            assert answer.startswith(b"HTTP/1.1 401 ")
+            assert b"www-authenticate: bearer\r\n" in answer.lower()
+            assert b"connection: close\r\n" in answer.lower()
+            assert b" 100 " not in answer
+        assert replica.exchanges == []
+
+
+async def test_a_refusal_reaches_a_client_that_is_still_sending(guarded: Guarded) -> None:
+    async with ScriptedReplica().running() as replica, guarded(replica) as gateway:
+        body = b'{"x":"' + b"y" * 5_000_000 + b'"}'
+        async with httpx.AsyncClient(base_url=gateway.url, trust_env=False, timeout=10) as stranger:
+            for path in (CHAT, "/v1/models"):
+                answer = await stranger.post(path, content=body)
+                assert answer.status_code == 401
+                assert answer.json()["error"]["code"] == "invalid_api_key"
+        assert replica.exchanges == []
+
+
+async def test_each_request_of_a_connection_needs_its_key(guarded: Guarded) -> None:
+    good = post(ODD_BODY, close=False, headers=b"authorization: Bearer " + KEY.encode() + b"\r\n")
+    async with ScriptedReplica().running() as replica, guarded(replica) as gateway:
+        answer = await raw_request(gateway, good + post(ODD_BODY, close=False))
+        assert answer.startswith(b"HTTP/1.1 200 ")
+        assert answer.count(ANSWER) == 1
+        assert len(replica.exchanges) == 1
+
+
+async def test_the_errors_are_those_of_the_apis(guarded: Guarded) -> None:
+    async with ScriptedReplica().running() as replica, guarded(replica) as gateway:
+        async with httpx.AsyncClient(base_url=gateway.url, trust_env=False) as stranger:
+            chat = await stranger.post(CHAT, json={})
+            claude = await stranger.post("/v1/messages", json={}, headers={"x-api-key": "wrong"})
+        assert set(chat.json()["error"]) == {"message", "type", "param", "code"}
+        assert chat.headers["content-type"] == "application/json"
+        assert claude.json()["type"] == "error"
+        assert claude.json()["error"]["type"] == "authentication_error"
+
+
+async def test_the_sdks_get_in_with_a_key_and_raise_without(guarded: Guarded) -> None:
+    message = {"role": "user", "content": "hi"}
+    async with ScriptedReplica().running() as replica, guarded(replica) as gateway:
+        for secret in (KEY, "wrong"):
+            async with (
+                openai.AsyncOpenAI(base_url=f"{gateway.url}/v1", api_key=secret, max_retries=0) as client,
+                anthropic.AsyncAnthropic(base_url=gateway.url, api_key=secret, max_retries=0) as claude,
+            ):
+                if secret == KEY:
+                    chat = await client.chat.completions.create(model="m", messages=[message])  # type: ignore[list-item]
+                    assert chat.choices[0].message.content == "hello"
+                    await claude.messages.create(model="m", max_tokens=1, messages=[message])  # type: ignore[list-item]
+                    assert [model.id async for model in client.models.list()] == ["m"]
+                else:
+                    with pytest.raises(openai.AuthenticationError):
+                        await client.chat.completions.create(model="m", messages=[message])  # type: ignore[list-item]
+                    with pytest.raises(openai.AuthenticationError):
+                        await client.models.list()
+                    with pytest.raises(anthropic.AuthenticationError):
+                        await claude.messages.create(model="m", max_tokens=1, messages=[message])  # type: ignore[list-item]
+        assert len(replica.exchanges) == 2
+
+
+async def test_a_change_of_the_keys_counts_on_open_connections(guarded: Guarded, keys: Keys) -> None:
+    async with ScriptedReplica().running() as replica, guarded(replica) as gateway:
+        assert (await gateway.chat()).status_code == 200
+        keys.write(bob={})
+
+        async def refused() -> bool:
+            return (await gateway.chat()).status_code == 401
+
+        await eventually(refused)
+        keys.path.write_text("[[keys]")
+        await asyncio.sleep(0)
+        keys.write(alice={})
+
+        async def let_in() -> bool:
+            return (await gateway.chat()).status_code == 200
+
+        await eventually(let_in)
+
+
+# -- what a replica gets to see
+
+CREDENTIALS = {"Authorization": f"Bearer {KEY}", "x-api-key": "canary-unused", "cookie": "a=b"}
+
+
+async def test_a_clients_key_ends_here_and_the_replicas_key_is_sent(
+    guarded: Guarded, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """O-22: the client's key never leaves the gateway."""
+    monkeypatch.setenv("REPLICA_KEY", REPLICA_KEY)
+    async with (
+        ScriptedReplica().running() as replica,
+        guarded(replica, upstream={"api_key_env": "REPLICA_KEY"}) as gateway,
+    ):
+        sent = {**CREDENTIALS, "connection": "keep-alive, authorization, cookie"}
+        assert (await gateway.client.post(CHAT, content=ODD_BODY, headers=sent)).status_code == 200
+        (exchange,) = replica.exchanges
+        assert [value for name, value in exchange.headers if name == "authorization"] == [f"Bearer {REPLICA_KEY}"]
+        assert b"canary-alice" not in exchange.raw_head
+        assert b"x-api-key" not in exchange.raw_head
+        assert exchange.body == ODD_BODY
+
+
+async def test_a_clients_key_ends_here_without_a_key_for_replicas(guarded: Guarded) -> None:
+    async with ScriptedReplica().running() as replica, guarded(replica) as gateway:
+        assert (await gateway.client.post(CHAT, content=ODD_BODY, headers=CREDENTIALS)).status_code == 200
+        assert not {"authorization", "x-api-key"} & dict(replica.exchanges[0].headers).keys()
+        assert replica.exchanges[0].header("cookie") == "a=b"
+
+
+@pytest.mark.parametrize("has_key", [False, True])
+async def test_without_keys_for_clients(mode: str, has_key: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Credentials pass through, unless the replica's own takes their place."""
+    monkeypatch.setenv("REPLICA_KEY", REPLICA_KEY)
+    upstream = {"api_key_env": "REPLICA_KEY"} if has_key else {}
+    async with (
+        ScriptedReplica().running() as replica,
+        running_gateway(replica, mode=mode, upstream=upstream) as gateway,
+    ):
+        assert (await gateway.client.post(CHAT, content=ODD_BODY, headers=CREDENTIALS)).status_code == 200
+        (exchange,) = replica.exchanges
+        assert exchange.header("authorization") == f"Bearer {REPLICA_KEY if has_key else KEY}"
+        assert exchange.header("x-api-key") == (None if has_key else "canary-unused")
+
+
+async def test_probes_and_scrapes_show_the_replicas_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's `--api-key` guards its list of models as well."""
+    monkeypatch.setenv("REPLICA_KEY", REPLICA_KEY)
+    heads: set[tuple[str, str | None]] = set()
+
+    class Noting(ScriptedReplica):
+        async def _control(self, head: bytes, writer: asyncio.StreamWriter) -> None:
+            exchange = Exchange(head, b"", asyncio.StreamReader(), writer, 0, 0)
+            heads.add((exchange.request_line.decode().split()[1], exchange.header("authorization")))
+            await super()._control(head, writer)
+
+    async with Noting().running() as replica, running_gateway(replica, upstream={"api_key_env": "REPLICA_KEY"}):
+        await eventually(lambda: {"/health", "/v1/models", "/metrics"} <= {path for path, _ in heads})
+    assert {key for _, key in heads} == {f"Bearer {REPLICA_KEY}"}
+
+
+# -- how much
+
+
+async def test_only_the_models_of_a_key(guarded: Guarded, keys: Keys) -> None:
+    keys.write(alice={"models": ["m"]}, bob={})
+    async with ScriptedReplica(models=("m", "n")).running() as replica, guarded(replica) as gateway:
+        assert (await gateway.chat()).status_code == 200
+        for body in ({"model": "n", "messages": []}, {"messages": []}, {"model": 7}, ["m"]):
+            refused = await gateway.client.post(CHAT, json=body)
+            assert refused.status_code == 403, body
+            assert refused.json()["error"]["code"] == "model_not_allowed"
+            assert refused.json()["error"]["param"] == "model"
+        hidden = await gateway.client.post(CHAT, content=b"\x1f\x8b", headers={"content-encoding": "gzip"})
+        assert hidden.status_code == 403
+        assert len(replica.exchanges) == 1
+        listed = (await gateway.client.get("/v1/models")).json()["data"]
+        assert [model["id"] for model in listed] == ["m"]
+        assert (await gateway.client.get("/v1/models/n")).status_code == 404
+        assert (await gateway.client.get("/v1/models/n", headers=as_bob())).status_code == 200
+        assert (await gateway.client.post(CHAT, json={"model": "n"}, headers=as_bob())).status_code == 200
+
+
+async def test_only_the_models_of_a_key_in_forms(guarded: Guarded, keys: Keys) -> None:
+    keys.write(alice={"models": ["m"]})
+    path = "/v1/audio/transcriptions"
+    async with ScriptedReplica(models=("m", "n")).running() as replica, guarded(replica) as gateway:
+        for model, status in (("m", 200), ("n", 403)):
+            answer = await gateway.client.post(path, data={"model": model}, files={"file": ("a.wav", b"RIFF")})
+            assert answer.status_code == status
+        decoy = (
+            b'--B\r\nContent-Disposition: form-data; name="file"; filename="name="model"\r\n\r\nm\r\n"\r\n\r\n'
+            b"x\r\n--B--\r\n"
+        )
+        headers = {"content-type": "multipart/form-data; boundary=B"}
+        assert (await gateway.client.post(path, content=decoy, headers=headers)).status_code == 403
+        assert len(replica.exchanges) == 1
+
+
+def told_to_wait(answer: httpx.Response) -> int:
+    """Seconds."""
+    assert answer.status_code == 429
+    assert answer.json()["error"]["code"] == "rate_limit_exceeded"
+    return int(answer.headers["retry-after"])
+
+
+async def test_requests_per_minute(guarded: Guarded, keys: Keys) -> None:
+    keys.write(alice={"requests_per_minute": 3}, bob={})
+    async with ScriptedReplica().running() as replica, guarded(replica) as gateway:
+        for _ in range(3):
+            assert (await gateway.chat()).status_code == 200
+        assert 1 <= told_to_wait(await gateway.chat()) <= 20
+        assert (await gateway.client.post(CHAT, content=ODD_BODY, headers=as_bob())).status_code == 200
+        assert len(replica.exchanges) == 4
+        page = await gateway.metrics()
+        assert 'warmlane_key_refusals_total{reason="requests_per_minute",tenant="alice-co"} 1.0' in page
+        assert 'warmlane_admitted_total{tenant="alice-co"} 3.0' in page
+        assert 'warmlane_admitted_total{tenant="bob-co"} 1.0' in page
+        shed = [line for line in page.splitlines() if line.startswith("warmlane_shed_total{")]
+        assert all(line.endswith(" 0.0") for line in shed), "the gateway had room"
+
+
+async def test_tokens_per_minute_come_from_usage(guarded: Guarded, keys: Keys) -> None:
+    keys.write(alice={"tokens_per_minute": 100})
+
+    async def script(exchange: Exchange) -> None:
+        await exchange.answer(b'{"usage":{"prompt_tokens":400,"completion_tokens":100}}')
+
+    async with ScriptedReplica(script).running() as replica, guarded(replica) as gateway:
+        assert (await gateway.chat()).status_code == 200
+        assert 235 <= told_to_wait(await gateway.chat()) <= 242, "a debt of 400 at 100 a minute"
+        page = await gateway.metrics()
+        assert 'warmlane_tenant_tokens_total{kind="prompt",tenant="alice-co"} 400.0' in page
+        assert 'warmlane_tenant_tokens_total{kind="completion",tenant="alice-co"} 100.0' in page
+        assert len(replica.exchanges) == 1
+
+
+async def test_streams_that_hide_their_usage_count_all_the_same(guarded: Guarded, keys: Keys) -> None:
+    keys.write(alice={"tokens_per_minute": 100}, bob={"tokens_per_minute": 100})
+    event = b'data: {"choices":[{"index":0,"delta":{"content":"x"}}]}' + b" " * 140 + b"\n\n"
+
+    async def script(exchange: Exchange) -> None:
+        await exchange.start_stream()
+        for _ in range(200):
+            await exchange.chunk(event)
+        if exchange.number == 2:
+            await exchange.wait_closed()
+        await exchange.end_stream()
+
+    async with ScriptedReplica(script).running() as replica, guarded(replica) as gateway:
+        assert (await gateway.chat(stream=True)).status_code == 200
+        assert told_to_wait(await gateway.chat(stream=True)) > 30
+        # Leaving before the end is no way around it either.
+        body = {"model": "m", "messages": [], "stream": True}
+        async with gateway.client.stream("POST", CHAT, json=body, headers=as_bob()) as answer:
+            seen = 0
+            async for piece in answer.aiter_raw():
+                seen += len(piece)
+                if seen >= 200 * len(event):
+                    break
+
+        async def limited() -> bool:
+            return (await gateway.client.post(CHAT, json=body, headers=as_bob())).status_code == 429
+
+        await eventually(limited)
+        assert len(replica.exchanges) == 2
+
+
+async def test_what_no_replica_served_costs_no_tokens(guarded: Guarded, keys: Keys) -> None:
+    keys.write(alice={"tokens_per_minute": 100})
+
+    async def script(exchange: Exchange) -> None:
+        await exchange.answer(b'{"error":{}}', status="400 Bad Request")
+
+    async with ScriptedReplica(script).running() as replica, guarded(replica) as gateway:
+        for _ in range(5):
+            assert (await gateway.chat("x" * 300)).status_code == 400
+            assert (await gateway.chat("x" * 300, model="unknown")).status_code in (400, 404)
+
+
+async def test_concurrent_requests(guarded: Guarded, keys: Keys) -> None:
+    keys.write(alice={"concurrent_requests": 2})
+    release = asyncio.Event()
+
+    async def script(exchange: Exchange) -> None:
+        await release.wait()
+        await exchange.answer(ANSWER)
+
+    async with ScriptedReplica(script).running() as replica, guarded(replica) as gateway:
+        running = [asyncio.create_task(gateway.chat()) for _ in range(2)]
+        await eventually(lambda: len(replica.exchanges) == 2)
+        assert told_to_wait(await gateway.chat()) == 1
+        _, writer = await gateway.connect()
+        running[0].cancel()  # a client that leaves gives its place back
+
+        async def let_in() -> bool:
+            writer.write(post(ODD_BODY, close=False, headers=b"x-api-key: " + KEY.encode() + b"\r\n"))
+            await asyncio.sleep(0.02)
+            return len(replica.exchanges) == 3
+
+        await eventually(let_in)
+        release.set()
+        writer.close()
+        assert (await running[1]).status_code == 200
+
+
+async def test_the_log_says_whose_request_it_was(guarded: Guarded, capfdbinary: pytest.CaptureFixture[bytes]) -> None:
+    async with ScriptedReplica().running() as replica, guarded(replica, server={"log": "json"}) as gateway:
+        await gateway.chat()
+        await gateway.chat(model="nobody-has-it")
+    out, err = capfdbinary.readouterr()
+    records = [msgspec.json.decode(line) for line in out.splitlines()]
+    assert [(one["key"], one["tenant"], one["status"]) for one in records] == [
+        ("alice", "alice-co", 200),
+        ("alice", "alice-co", 404),
+    ]
+    assert KEY.encode() not in out + err
+
+
+# -- tenants
+
+
+async def test_tenants_share_no_prefix_when_isolated(guarded: Guarded) -> None:
+    async with ScriptedReplica().running() as replica, guarded(replica, auth={"isolate_tenants": True}) as gateway:
+        body = {"model": "m", "messages": [{"role": "user", "content": "x" * 9_000}]}
+        expected = []
+        for headers in ({}, {}, as_bob(), as_bob()):
+            answer = await gateway.client.post(CHAT, json=body, headers=headers)
+            expected.append(int(answer.headers["x-warmlane-cached-tokens"]) > 0)
+        assert expected == [False, True, False, True]
+        salts = [json.loads(exchange.body).pop("cache_salt") for exchange in replica.exchanges]
+        assert salts[0] == salts[1] != salts[2] == salts[3]
+        for exchange in replica.exchanges:
+            assert exchange.header("content-length") == str(len(exchange.body))
+            assert {**body, "cache_salt": None} == {**json.loads(exchange.body), "cache_salt": None}
+
+
+async def test_isolation_takes_no_compressed_bodies(guarded: Guarded) -> None:
+    async with ScriptedReplica().running() as replica, guarded(replica, auth={"isolate_tenants": True}) as gateway:
+        answer = await gateway.client.post(CHAT, content=b"\x1f\x8b", headers={"content-encoding": "gzip"})
+        assert answer.status_code == 415
+        assert answer.json()["error"]["code"] == "encoded_body"
+        assert replica.exchanges == []
+
+
+async def test_stored_responses_belong_to_their_tenant(guarded: Guarded) -> None:
+    async def script(exchange: Exchange) -> None:
+        await exchange.answer(RESPONSE)
+
+    async with ScriptedReplica(script).running() as replica, guarded(replica) as gateway:
+        made = await gateway.client.post("/v1/responses", json={"model": "m", "input": "hi"})
+        assert made.status_code == 200
+        follow = {"model": "m", "input": "and?", "previous_response_id": "resp_1"}
+        for method, path, body in (
+            ("GET", "/v1/responses/resp_1", None),
+            ("POST", "/v1/responses/resp_1/cancel", {}),
+            ("POST", "/v1/responses", follow),
+        ):
+            seen = len(replica.exchanges)
+            assert (await gateway.client.request(method, path, json=body, headers=as_bob())).status_code == 404
+            assert len(replica.exchanges) == seen
+            assert (await gateway.client.request(method, path, json=body)).status_code == 200
+
+
+async def test_the_dry_run_answers_for_the_key_that_asks(guarded: Guarded) -> None:
+    body = {"model": "m", "messages": [{"role": "user", "content": "x" * 9_000}]}
+
+    def cached(answer: httpx.Response) -> int:
+        return int(answer.json()["ranking"][0]["cached_tokens"])
+
+    async with ScriptedReplica().running() as replica, guarded(replica, auth={"isolate_tenants": True}) as gateway:
+        await gateway.client.post(CHAT, json=body)
+        assert cached(await gateway.client.post("/warmlane/route", json=body)) > 0
+        assert cached(await gateway.client.post("/warmlane/route", json=body, headers=as_bob())) == 0
+        assert len(replica.exchanges) == 1
