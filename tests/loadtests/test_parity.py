@@ -155,7 +155,7 @@ class HandDriven(app.Gateway):
     """The gateway's own objects, with a router and a clock that are given."""
 
     def __init__(self, config: Config, router: Router, time: HandMovedLoop) -> None:
-        self.config = config
+        super().__init__(config, time.loop)
         self.clock = time.clock
         self.router = router
         self.telemetry = Telemetry(log=io.BytesIO(), log_blocks=False, router=router, clock=self.clock)
