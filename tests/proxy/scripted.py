@@ -127,12 +127,12 @@ class ScriptedReplica:
         self._server = None
 
     def _accepted(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._writers.add(writer)  # here: a task that is cancelled before it has begun closes nothing
         task = asyncio.create_task(self._connected(reader, writer))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
     async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._writers.add(writer)
         self.connections += 1
         count = 0
         try:

@@ -231,7 +231,7 @@ async def test_nothing_reachable_is_a_fast_503_with_retry_after(mode: str) -> No
 
 async def test_a_request_that_is_not_answered_in_its_time_is_a_504_and_its_work_is_stopped(mode: str) -> None:
     async with ScriptedReplica(silent).running() as replica:
-        async with running_gateway(replica, mode=mode, upstream={"deadline_seconds": 0.3}) as gateway:
+        async with running_gateway(replica, mode=mode, upstream={"deadline_seconds": 1.0}) as gateway:
             response = await gateway.chat()
             assert (response.status_code, response.json()["error"]["code"]) == (504, "deadline_exceeded")
             await replica.exchanges[0].wait_closed(2)
@@ -243,13 +243,13 @@ async def test_a_request_that_is_not_answered_in_its_time_is_a_504_and_its_work_
 
 async def test_a_client_may_ask_for_less_time_and_never_for_more(mode: str) -> None:
     async with ScriptedReplica(silent).running() as replica:
-        async with running_gateway(replica, mode=mode, upstream={"deadline_seconds": 0.5}) as gateway:
-            for given in ("0.1", "900", "soon", "-1"):
+        async with running_gateway(replica, mode=mode, upstream={"deadline_seconds": 2.0}) as gateway:
+            for given in ("0.2", "900", "soon", "-1"):
                 headers = {"x-request-timeout": given}
                 response = await gateway.client.post("/v1/completions", json={"model": "m"}, headers=headers)
                 assert response.json()["error"]["code"] == "deadline_exceeded"
                 assert replica.exchanges[-1].header("x-request-timeout") == given
-                assert (response.elapsed.total_seconds() < 0.4) == (given == "0.1")
+                assert (response.elapsed.total_seconds() < 1.5) == (given == "0.2")
 
 
 async def test_a_deadline_in_mid_stream_is_an_explicit_end(mode: str) -> None:
@@ -260,7 +260,7 @@ async def test_a_deadline_in_mid_stream_is_an_explicit_end(mode: str) -> None:
             await asyncio.sleep(0.02)
 
     async with ScriptedReplica(endless).running() as replica, running_gateway(replica, mode=mode) as gateway:
-        answer = await raw_request(gateway, post(ODD_BODY, headers=b"x-request-timeout: 0.3\r\n", close=False))
+        answer = await raw_request(gateway, post(ODD_BODY, headers=b"x-request-timeout: 1\r\n", close=False))
         assert answer.count(EVENT) >= 2
         assert answer.count(b'data: {"error":') == 1
         assert b"deadline_exceeded" in answer
@@ -285,10 +285,10 @@ async def test_a_deadline_counts_while_a_request_waits_for_its_turn(mode: str) -
 
 async def test_a_deadline_that_is_met_changes_nothing(mode: str) -> None:
     async with ScriptedReplica().running() as replica:
-        async with running_gateway(replica, mode=mode, upstream={"deadline_seconds": 0.3}) as gateway:
+        async with running_gateway(replica, mode=mode, upstream={"deadline_seconds": 1.0}) as gateway:
             _, writer = await gateway.connect()
             assert (await gateway.chat()).content == ANSWER
-            await asyncio.sleep(0.5)  # past the deadline of the first
+            await asyncio.sleep(1.2)  # past the deadline of the first
             assert (await gateway.chat()).content == ANSWER
             assert len(replica.exchanges) == 2
             writer.close()
