@@ -115,18 +115,25 @@ class ScriptedReplica:
 
     async def stop(self) -> None:
         """Stop listening and reset every connection, as a killed process does."""
-        if self._server is None:
+        server, self._server = self._server, None
+        if server is None:
             return
-        self._server.close()
+        for listener in server.sockets:  # what was accepted must have its transport before the server closes, else it
+            asyncio.get_running_loop().remove_reader(listener.fileno())  # would never be closed (Python 3.11)
+        for _ in range(3):
+            await asyncio.sleep(0)
+        server.close()
         for writer in list(self._writers):
             writer.transport.abort()
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        await self._server.wait_closed()
-        self._server = None
+        await server.wait_closed()
 
     def _accepted(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if self._server is None:  # accepted just before it stopped
+            writer.transport.abort()
+            return
         self._writers.add(writer)  # here: a task that is cancelled before it has begun closes nothing
         task = asyncio.create_task(self._connected(reader, writer))
         self._tasks.add(task)
