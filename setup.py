@@ -43,7 +43,17 @@ COMPILED = [
     ),
     *(
         f"gateway/proxy/{name}.py"
-        for name in ("exchange", "front_door", "gate", "http_client", "relay", "replays", "request_head", "upstream")
+        for name in (
+            "exchange",
+            "forwarding",
+            "front_door",
+            "gate",
+            "http_client",
+            "relay",
+            "replays",
+            "request_head",
+            "upstream",
+        )
     ),
 ]
 

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
 import functools
-import gc
 import logging
 import math
 import os
@@ -48,13 +46,15 @@ from gateway.feeds.scrape import Scrape
 from gateway.feeds.token_counts import TokenCounts
 from gateway.isolation import CannotSalt
 from gateway.keys import Denied
-from gateway.limits import Caller
+from gateway.memory import tune_memory
+from gateway.model_list import caller_of, model_object, models_for
 from gateway.notices import Notices
 from gateway.proxy import asgi_client, http_client
 from gateway.proxy.control_connection import ControlConnection
 from gateway.proxy.endpoints import ENDPOINTS
 from gateway.proxy.errors import BadBody, BodyTooLarge, NotFound, answer
-from gateway.proxy.front_door import Call, FrontDoor, read_headers
+from gateway.proxy.forwarding import read_headers
+from gateway.proxy.front_door import Call, FrontDoor
 from gateway.proxy.guard import guarded
 from gateway.proxy.upstream import Header
 from gateway.responses import refuse_as_openai_does, response_of
@@ -251,12 +251,14 @@ def build_api(gateway: Gateway) -> FastAPI:
     @api.get("/v1/models")
     async def models(request: Request) -> Response:
         """The models of all available replicas, merged; with keys, those that the key may use."""
-        return JSONResponse({"object": "list", "data": [model_object(card) for card in models_for(gateway, request)]})
+        return JSONResponse(
+            {"object": "list", "data": [model_object(card) for card in models_for(gateway.router, request)]}
+        )
 
     @api.get("/v1/models/{model:path}")
     async def model(model: str, request: Request) -> Response:
         """One model; ids may contain slashes."""
-        for card in models_for(gateway, request):
+        for card in models_for(gateway.router, request):
             if card.id == model:
                 return JSONResponse(model_object(card))
         return response_of(answer(UnknownModel(model)))
@@ -319,30 +321,6 @@ def dry_run(gateway: Gateway, body: bytes, path: str, asked: Request) -> Respons
         return JSONResponse(explained(gateway.router.decide(request, gateway.clock())))
     except (BadBody, CannotSalt, Denied, NotFound, RoutingError) as error:
         return response_of(answer(error))
-
-
-def caller_of(request: Request) -> Caller | None:
-    """Whose key it came with (`proxy/guard.py`)."""
-    found: Caller | None = request.scope.get("auth")
-    return found
-
-
-def models_for(gateway: Gateway, request: Request) -> list[ModelCard]:
-    caller = caller_of(request)
-    allowed = caller.key.models if caller is not None else None
-    return [card for card in gateway.router.models() if allowed is None or card.id in allowed]
-
-
-def model_object(card: ModelCard) -> dict[str, Any]:
-    return {
-        "id": card.id,
-        "object": "model",
-        "created": card.created,
-        "owned_by": card.owned_by,
-        "root": card.root,
-        "parent": card.parent,
-        "max_model_len": card.max_model_len,
-    }
 
 
 class Server(uvicorn.Server):
@@ -507,24 +485,3 @@ def base_url(sock: socket.socket, scheme: str = "http") -> str:
     host, port = sock.getsockname()[:2]
     host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)
     return f"{scheme}://{host}:{port}"
-
-
-def tune_memory() -> None:
-    """Settings of the process that the data path was measured with.
-
-    glibc gives large buffers back to the kernel at once and faults them in again for the next body; keeping up to 64
-    MiB removed the page faults that made 256 KB bodies two to three times dearer. Objects made so far live as long as
-    the process, so the garbage collector need not look at them again. It runs when 2,000 new ones have piled up, looks
-    at ten times as many every tenth time, and hardly ever at all: a run takes 0.4 µs an object, and 5,000 streams that
-    begin at once once made it stop the loop for 80 ms. What it finds comes from the control plane's HTTP client; the
-    data path makes no cycles.
-    """
-    with contextlib.suppress(OSError, AttributeError):
-        libc = ctypes.CDLL("libc.so.6")
-        m_trim_threshold, m_top_pad, m_mmap_threshold = -1, -2, -3
-        libc.mallopt(m_mmap_threshold, 32 * 2**20)
-        libc.mallopt(m_trim_threshold, 64 * 2**20)
-        libc.mallopt(m_top_pad, 4 * 2**20)
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(2_000, 10, 500)

@@ -47,20 +47,16 @@ from gateway.proxy.errors import (
     code_of,
 )
 from gateway.proxy.exchange import Completion, Exchange
+from gateway.proxy.forwarding import Forwarding, read_headers
 from gateway.proxy.gate import Gate
-from gateway.proxy.relay import HOP_BY_HOP, Client, Relay, connection_tokens
+from gateway.proxy.relay import Client, Relay
 from gateway.proxy.replays import Replays
 from gateway.proxy.upstream import Connection, Header, Upstream
 from gateway.telemetry import RequestRecord, Telemetry
 
-NOT_FORWARDED = HOP_BY_HOP | {b"host", b"content-length", b"expect", b"x-request-id"}
-NOTED = NOT_FORWARDED | {b"x-session-id", b"x-request-timeout", b"content-encoding"}
-"""Request headers that are looked at; all others pass unseen."""
 COUNTED = frozenset((Shape.CHAT, Shape.COMPLETION))
 """Bodies that vLLM's `/tokenize` takes as they are."""
 REQUEST_ID = re.compile(rb"[A-Za-z0-9_.:/+=@-]{1,128}")
-TIMEOUT = re.compile(rb"\d{1,5}(\.\d{1,6})?")
-"""Seconds that a client gives its request; anything else in that header is ignored."""
 KEPT_CONNECTION = "kept"
 REPLAY_CAUSES: dict[type[UpstreamError], str] = {
     ConnectFailed: "unreachable",
@@ -96,19 +92,6 @@ class Call:
     """Its deadline has passed, and cancelled the exchange."""
     caller: Caller | None = None
     """Whose key it came with; `None` while nobody is asked for one."""
-
-
-@dataclass(slots=True)
-class Forwarding:
-    """What the request's headers say: to us, and (as lines) to the replica."""
-
-    lines: bytes
-    request_id: bytes | None = None
-    session: str | None = None
-    encoded: bool = False
-    """The body is compressed."""
-    timeout: float | None = None
-    """Seconds that the client gives the whole request."""
 
 
 class FrontDoor:
@@ -193,6 +176,15 @@ class FrontDoor:
                 keyed.settle(stay, record, self.clock())
             record.duration_seconds = self.clock() - call.received_at
             self.telemetry.request_ended(record)
+
+    def caller(self, headers: list[Header], endpoint: Endpoint) -> Caller | ErrorAnswer:
+        """Whose request it is, where keys are asked for; or what to tell whoever has none."""
+        assert self.access is not None
+        try:
+            return self.access.caller(headers)
+        except Denied as error:
+            self.telemetry.key_refused("", error.reason)
+            return answer(error, anthropic=endpoint.anthropic)
 
     def read(self, call: Call, forwarding: Forwarding) -> RouteRequest:
         """Body and headers -> what the core needs to know. Raises `BadBody`, and what the key does not allow."""
@@ -471,30 +463,6 @@ def blame_outcome(error: Exception) -> Outcome:
     if isinstance(error, UpstreamError):
         return Outcome.FAILED
     return Outcome.REFUSED if isinstance(error, NoReplica | Overloaded | OverLimit | OutOfSockets) else Outcome.REJECTED
-
-
-def read_headers(headers: list[Header]) -> Forwarding:
-    """One pass over the request's headers: what ends at a proxy is taken out, the rest keeps its order."""
-    lines: list[bytes] = []
-    found = Forwarding(b"")
-    for name, value in headers:
-        if name in NOTED:
-            if name == b"connection":
-                if (named := connection_tokens(value) - {b"close", b"keep-alive"}) & {name for name, _ in headers}:
-                    return read_headers([header for header in headers if header[0] not in named | {b"connection"}])
-            elif name == b"x-request-id":
-                found.request_id = value
-            elif name == b"x-session-id":
-                found.session = value.decode("latin-1")
-            elif name == b"content-encoding":
-                found.encoded = value.lower() != b"identity"
-            elif name == b"x-request-timeout" and TIMEOUT.fullmatch(value):
-                found.timeout = float(value)
-            if name in NOT_FORWARDED:
-                continue
-        lines += (name, b": ", value, b"\r\n")
-    found.lines = b"".join(lines)
-    return found
 
 
 def request_head(call: Call, host: bytes, lines: bytes, request_id: bytes) -> bytes:

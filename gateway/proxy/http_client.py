@@ -14,7 +14,6 @@ Deadlines are fields that one sweep checks.
 from __future__ import annotations
 
 import asyncio
-import http
 import math
 from collections import deque
 from dataclasses import replace
@@ -25,8 +24,6 @@ from uvicorn.config import Config
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
 
-from gateway.access import Access
-from gateway.keys import Denied
 from gateway.limits import Caller
 from gateway.proxy.control_connection import (
     LINGER_SECONDS,
@@ -39,6 +36,7 @@ from gateway.proxy.endpoints import ENDPOINTS, Endpoint
 from gateway.proxy.errors import BadHead, BodyTooLarge, ErrorAnswer, HeadTooLarge, TooManyConnections, answer
 from gateway.proxy.exchange import Exchange
 from gateway.proxy.front_door import Call, FrontDoor
+from gateway.proxy.relay import status_line
 from gateway.proxy.request_head import MAX_BARREN_BYTES, MAX_HEAD_BYTES, MAX_HEADERS, read_framing
 from gateway.proxy.upstream import JOIN_BELOW_BYTES, Connection, Header
 
@@ -50,16 +48,6 @@ MAX_PIPELINED = 16
 MAX_PIPELINED_BYTES = 1024 * 1024
 """Bodies of theirs, or sixteen of the largest would wait in memory for each connection."""
 SWEEP_SECONDS = 1.0
-
-STATUS_LINES: dict[int, bytes] = {}
-
-
-def status_line(status: int) -> bytes:
-    line = STATUS_LINES.get(status)
-    if line is None:
-        phrase = http.HTTPStatus(status).phrase if status in set(http.HTTPStatus) else ""
-        line = STATUS_LINES[status] = b"HTTP/1.1 %d %s\r\n" % (status, phrase.encode())
-    return line
 
 
 class ClientConnection(asyncio.Protocol):
@@ -247,9 +235,12 @@ class ClientConnection(asyncio.Protocol):
             return
         self._endpoint = endpoint
         self._raw = []
-        access = self._door.access
-        if access is not None and not self._has_key(access, endpoint):
-            return
+        if self._door.access is not None:
+            caller = self._door.caller(self._headers, endpoint)
+            if isinstance(caller, ErrorAnswer):  # before its body is read
+                self._refuse(caller)
+                return
+            self._caller = caller
         self._persistent = self._parser.should_keep_alive()
         self._is_http_1_0 = version == "1.0"
         self._length = framing.length
@@ -259,16 +250,6 @@ class ClientConnection(asyncio.Protocol):
             self._owes_continue = True
             if self._exchange is None:
                 self._continue()
-
-    def _has_key(self, access: Access, endpoint: Endpoint) -> bool:
-        """Whose request it is. Without a good key it ends here, before its body is read."""
-        try:
-            self._caller = access.caller(self._headers)
-        except Denied as error:
-            self._door.telemetry.key_refused("", error.reason)
-            self._refuse(answer(error, anthropic=endpoint.anthropic))
-            return False
-        return True
 
     def _continue(self) -> None:
         """The client waits for this before it sends its body."""

@@ -10,6 +10,7 @@ should be asked.
 
 from __future__ import annotations
 
+import http
 import re
 from collections.abc import Callable, Sequence
 from typing import Protocol
@@ -60,6 +61,17 @@ TAIL_BYTES = 16 * 1024
 JOIN_BELOW_BYTES = 2_048
 """Pieces are kept as one up to this size: usage and an error event are found also where the network, or a proxy before
 the replica, cut them into single bytes. Larger ones are kept as they came, the last two of them."""
+
+
+STATUS_LINES: dict[int, bytes] = {}
+
+
+def status_line(status: int) -> bytes:
+    line = STATUS_LINES.get(status)
+    if line is None:
+        phrase = http.HTTPStatus(status).phrase if status in set(http.HTTPStatus) else ""
+        line = STATUS_LINES[status] = b"HTTP/1.1 %d %s\r\n" % (status, phrase.encode())
+    return line
 
 
 class Client(Protocol):

@@ -18,9 +18,9 @@ from typing import Any, cast
 import uvloop
 
 from gateway import config
-from gateway.app import tune_memory
 from gateway.core.model import ModelCard, ModelsListed, ProbeAnswered, ReplicaAdded, ReplicaId
 from gateway.core.router import Router
+from gateway.memory import tune_memory
 from gateway.proxy.front_door import FrontDoor
 from gateway.proxy.http_client import ClientConnection
 from gateway.proxy.upstream import Connection

@@ -15,10 +15,10 @@ from pathlib import Path
 from random import Random
 from time import thread_time
 
-from gateway.app import tune_memory
 from gateway.core.model import BlockHash, Outcome, ProbeAnswered, ReplicaAdded, ReplicaId, RouteRequest
 from gateway.core.router import Router
 from gateway.core.settings import RoutingSettings
+from gateway.memory import tune_memory
 
 BLOCKS = 4
 """Of a prompt: 4 KB."""
