@@ -78,7 +78,7 @@ async def operated(
         verify, pair = authority.client_context(), authority.issue("gateway", "IP:127.0.0.1")
         certificate = {"tls_certificate": str(pair.certificate), "tls_key": str(pair.key)}
     config = Config(
-        server=Server(host=host, port=0, log="off", drain_seconds=1.0, **certificate),
+        server=Server(host=host, port=0, log="off", drain_delay_seconds=0.0, drain_seconds=1.0, **certificate),
         replicas=[Replica(url=replica.url) for replica in replicas],
         discovery=Discovery(interval_seconds=0.1),
         feeds=Feeds(probe_interval_seconds=0.1, scrape_interval_seconds=0.1, probe_timeout_seconds=1.0),

@@ -31,8 +31,10 @@ log = logging.getLogger(__name__)
 
 MAX_REGISTRATIONS = 256
 """More than a gateway has replicas; a caller that runs wild must not fill the memory or the resolver's queue."""
-MAX_ADDRESSES = 64
-"""Of one name, for the same reason."""
+MAX_REPLICAS = 256
+"""All registrations together: a name may have many addresses."""
+MAX_ASKED = 16
+"""Asked for their models at the same time."""
 RESOLVE_SECONDS = 2.0
 """Whoever registers waits for this."""
 SHOWN = 5
@@ -96,6 +98,7 @@ class Registry:
         self._resolve = resolve
         self._clock = clock
         self._sleep = sleep
+        self._asking = asyncio.Semaphore(MAX_ASKED)
         self._registrations: dict[ReplicaId, Registration] = {}
         self._admitted: dict[ReplicaId, float | None] = {}
         self._listed: dict[ReplicaId, frozenset[str]] = {}
@@ -208,11 +211,13 @@ class Registry:
             self._allowlist.check(address)
         if parts.scheme == "https":
             return [url]
-        return [ReplicaId(f"{parts.scheme}://{bracketed(address)}:{port}") for address in addresses[:MAX_ADDRESSES]]
+        return [ReplicaId(f"{parts.scheme}://{bracketed(address)}:{port}") for address in addresses[:MAX_REPLICAS]]
 
     async def _ask(self, replica: ReplicaId, candidate: Candidate) -> None:
         try:
-            candidate.models = frozenset(card.id for card in await self._list_models(replica))
+            async with self._asking:
+                cards = await self._list_models(replica)
+            candidate.models = frozenset(card.id for card in cards)
         except FetchFailed as error:
             candidate.models = None
             candidate.problem = f"does not list its models: {error}"
@@ -235,7 +240,7 @@ class Registry:
                     candidate.models = self._listed[replica]
                 if candidate.models is None:
                     continue
-                self._judge(replica, candidate, taken)
+                self._judge(replica, candidate, taken, is_full=len(admitted) >= MAX_REPLICAS)
                 if not candidate.problem:
                     admitted[replica] = registration.prefill_rate
                     served |= candidate.models
@@ -244,7 +249,7 @@ class Registry:
             self._admitted = admitted
             self._changed(dict(admitted))
 
-    def _judge(self, replica: ReplicaId, candidate: Candidate, taken: set[str]) -> None:
+    def _judge(self, replica: ReplicaId, candidate: Candidate, taken: set[str], *, is_full: bool) -> None:
         names = candidate.models or frozenset()
         claimed = sorted(names & taken) if not self._allow_existing_models else []
         problem = ""
@@ -254,6 +259,8 @@ class Registry:
             problem = "lists no model"
         elif claimed:
             problem = f"lists models that others serve: {shown(claimed)}"
+        elif is_full:
+            problem = f"is one too many: {MAX_REPLICAS} registered replicas are in"
         if problem and problem != candidate.problem:
             log.warning("%s stays out: it %s", replica, problem)
         elif not problem and candidate.problem:

@@ -19,7 +19,7 @@ from gateway.core.model import (
 from gateway.feeds.addresses import Allowlist
 from gateway.feeds.discovery import Discovery
 from gateway.feeds.fetch import FetchFailed
-from gateway.feeds.registry import MAX_REGISTRATIONS, Refused, Registry
+from gateway.feeds.registry import MAX_ASKED, MAX_REGISTRATIONS, MAX_REPLICAS, Refused, Registry
 from gateway.feeds.replicas import Replicas
 
 CONFIGURED = ReplicaId("http://10.0.0.1:8000")
@@ -34,6 +34,7 @@ class World:
         """By replica; one that is not here does not answer."""
         self.now = 100.0
         self.asked: list[str] = []
+        self.at_once = self.most_at_once = 0
         self.facts = facts
 
     async def resolve(self, host: str, port: int) -> frozenset[str]:
@@ -45,6 +46,10 @@ class World:
 
     async def list_models(self, replica: ReplicaId) -> tuple[ModelCard, ...]:
         self.asked.append(replica)
+        self.at_once += 1
+        self.most_at_once = max(self.most_at_once, self.at_once)
+        await asyncio.sleep(0)
+        self.at_once -= 1
         if replica not in self.models:
             raise FetchFailed("HTTP 302")
         return tuple(ModelCard(name) for name in sorted(self.models[replica]))
@@ -293,6 +298,18 @@ async def test_registrations_have_a_ceiling(setting, world):
         await setting.register("http://10.1.0.1:8000")
     assert refused.value.code == "too_many_registrations"
     await setting.register("http://10.0.0.7:8000")  # one that is there may be renewed
+
+
+async def test_registered_replicas_have_a_ceiling_too_and_few_are_asked_at_once(setting, world):
+    many = [f"10.1.{number // 250}.{number % 250}" for number in range(MAX_REPLICAS + 50)]
+    for name, addresses in (("a", many[:200]), ("b", many[200:])):
+        world.names[name] = set(addresses)
+        world.models |= {f"http://{address}:8000": {name} for address in addresses}
+    await setting.register("http://a:8000")
+    problems = await setting.register("http://b:8000")
+    assert len(setting.replicas) == 1 + MAX_REPLICAS
+    assert sum("one too many" in problem for problem in problems.values()) == 50
+    assert world.most_at_once == MAX_ASKED
 
 
 async def test_names_in_a_message_neither_forge_nor_flood(setting, world, caplog):
