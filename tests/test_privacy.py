@@ -16,6 +16,7 @@ from typing import Any
 import httpx
 import pytest
 
+from gateway.keys import new_entry
 from tests.chaos.rig import GatewayProcess, eventually
 from tests.proxy.scripted import Exchange, ScriptedReplica, answer_chat
 
@@ -26,6 +27,7 @@ WORDS = {place: f"{MARK}-{place}-5f1b" for place in PLACES}
 IMAGE = base64.b64encode(WORDS["image"].encode() * 50).decode()
 SECRETS = (MARK, IMAGE[8:40], base64.b64encode(MARK.encode()).decode()[:10])
 ADMIN_KEY = f"{MARK}-admin-key"
+INNOCENT_KEY = "the-key-of-somebody-else"
 HEADERS = {
     "authorization": f"Bearer {WORDS['bearer']}",
     "x-api-key": WORDS["key"],
@@ -181,6 +183,11 @@ REQUESTS: dict[str, tuple[int | None, Send]] = {
     "forged id": (200, lambda client: client.send(CHAT, json.dumps(BODY).encode(), **{"x-request-id": f"a\t{MARK}"})),
 }
 """Name -> status in its one record, and how it is made."""
+WITHOUT_KEY: dict[str, tuple[int | None, Send]] = {
+    "wrong key": (401, lambda client: client.send(CHAT, b"{}", authorization=f"Bearer {MARK}-wrong")),
+    "no path and wrong key": (401, lambda client: client.send("/v1/nothing", b"{}", authorization=f"Bearer {MARK}")),
+}
+"""As well, where keys are needed."""
 CONTROL: dict[str, Send] = {
     "dry run": lambda client: client.send(f"/warmlane/route?q={WORDS['query']}", json.dumps(BODY).encode()),
     "dry run of no JSON": lambda client: client.send("/warmlane/route", WORDS["prompt"].encode()),
@@ -199,13 +206,20 @@ CONTROL: dict[str, Send] = {
 
 
 @contextlib.asynccontextmanager
-async def gateway_in_front(folder: Path, replica: ScriptedReplica, mode: str) -> AsyncIterator[Client]:
-    config = {
+async def gateway_in_front(
+    folder: Path, replica: ScriptedReplica, mode: str, keys: bool = False
+) -> AsyncIterator[Client]:
+    """`keys`: clients need one. The marked bearer is one then, and the marked `x-api-key` is not."""
+    config: dict[str, dict[str, Any]] = {
         "server": {"http": mode, "max_body_mib": 1, "log_blocks": True},
         "routing": {"shadow": ["least-work", "session-hash"]},
         "admin": {"port": 0, "key_file": str(folder / "admin.key"), "allow": ["127.0.0.0/8"]},
     }
     (folder / "admin.key").write_text(ADMIN_KEY)
+    if keys:
+        config["auth"] = {"keys_file": str(folder / "keys.toml"), "isolate_tenants": True}
+        listed = (("alice", WORDS["bearer"]), ("innocent", INNOCENT_KEY))
+        (folder / "keys.toml").write_text("".join(new_entry(name, key, None) for name, key in listed))
     gateway = GatewayProcess("gateway", folder, config, [replica.url])
     gateway.command[1:3] = ["-X", "dev", "-c", PLANTED]
     await gateway.start()
@@ -226,13 +240,16 @@ def marked(text: str) -> list[str]:
     return [line[:400] for line in text.splitlines() if any(secret in line for secret in SECRETS)]
 
 
+@pytest.mark.parametrize("keys", [False, True], ids=["open", "keys"])
 @pytest.mark.parametrize("mode", ["fast", "asgi"])
-async def test_marked_words_turn_up_nowhere_and_each_request_has_one_record(tmp_path: Path, mode: str) -> None:
+async def test_marked_words_turn_up_nowhere_and_each_request_has_one_record(
+    tmp_path: Path, mode: str, keys: bool
+) -> None:
     async with ScriptedReplica(replica_script).running() as replica:
-        async with gateway_in_front(tmp_path, replica, mode) as client:
+        async with gateway_in_front(tmp_path, replica, mode, keys) as client:
             gateway = client.gateway
             sent = 0
-            for name, (status, send) in REQUESTS.items():
+            for name, (status, send) in (REQUESTS | (WITHOUT_KEY if keys else {})).items():
                 with contextlib.suppress(httpx.RemoteProtocolError):  # cut short on purpose
                     await send(client)
                 sent += 1
@@ -246,10 +263,12 @@ async def test_marked_words_turn_up_nowhere_and_each_request_has_one_record(tmp_
                 await client.http.post(
                     f"{listener}/warmlane/replicas", json=asked, headers={"authorization": f"Bearer {key}"}
                 )
-            innocent = await gateway.chat()
+            plain = {"authorization": f"Bearer {INNOCENT_KEY}"}
+            hello = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
+            innocent = await client.http.post("/v1/chat/completions", json=hello, headers=plain)
             assert innocent.status_code == 200
-            page = (await gateway.get("/metrics")).text
-            view = (await gateway.get("/warmlane/replicas")).text
+            page = (await client.http.get("/metrics", headers=plain)).text
+            view = (await client.http.get("/warmlane/replicas", headers=plain)).text
         records = gateway.log_records()
         assert len(records) == sent + 1, "one request, one record"
         assert len({record["request_id"] for record in records}) == len(records)
@@ -263,6 +282,11 @@ async def test_marked_words_turn_up_nowhere_and_each_request_has_one_record(tmp_
         assert {name: marked(text) for name, text in told.items() if marked(text)} == {}
         assert all(line.startswith("{") for line in gateway.out.splitlines()), "no forged line"
         assert "withheld" in gateway.err, "the planted bugs were hit, and reported without what they quote"
+        if keys:
+            captured = b"".join(exchange.raw_head + exchange.body for exchange in replica.exchanges)
+            assert WORDS["prompt"].encode() in captured
+            for shown in (WORDS["bearer"], WORDS["key"], INNOCENT_KEY):
+                assert shown.encode() not in captured, "a client's key ends at the gateway"
 
 
 @pytest.mark.parametrize("mode", ["fast", "asgi"])

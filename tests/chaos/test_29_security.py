@@ -12,13 +12,15 @@ import re
 import socket
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 
+from gateway.keys import new_entry
 from tests.chaos.conftest import Figures
 from tests.chaos.rig import Rig, eventually, standing
 from tests.test_admin import CHANGES, FORBIDDEN
-from tests.test_privacy import BODY, CHAT, HEADERS, marked
+from tests.test_privacy import BODY, CHAT, HEADERS, WORDS, is_ready, marked
 
 KEY = "an-admin-key-for-the-sweep"
 METHODS = ("GET", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "HEAD")
@@ -74,34 +76,49 @@ async def test_29_registrations_that_would_fetch_from_inside_are_refused(tmp_pat
 
 
 async def test_29_marked_words_reach_the_replica_and_nothing_else(tmp_path: Path, figures: Figures) -> None:
-    """O-22, through the process as it is shipped: what the replica got, against everything that the gateway told."""
-    async with with_admin(tmp_path) as (rig, admin):
-        async with httpx.AsyncClient(trust_env=False, timeout=20.0) as client:
+    """O-22, through the process as it is shipped: prompts reach the replica and nothing else, keys not even that."""
+    keys = tmp_path / "keys.toml"
+    keys.write_text(new_entry("alice", WORDS["bearer"], None))
+    async with with_admin(tmp_path, auth={"keys_file": str(keys)}) as (rig, admin):
+        async with httpx.AsyncClient(
+            base_url=rig.gateway.url, headers=HEADERS, trust_env=False, timeout=20.0
+        ) as client:
             for _ in range(50):
                 for body in (
                     json.dumps(BODY).encode(),
                     json.dumps({**BODY, "stream": True}).encode(),
                     b"{" + b"zq7canary",
                 ):
-                    await client.post(rig.gateway.url + CHAT, content=body, headers=HEADERS)
-        await eventually(lambda: len(rig.gateway.log_records()) >= 150, "each request has its record")
-        views = [(await rig.gateway.get(path)).text for path in ("/metrics", "/warmlane/replicas", "/v1/models")]
+                    await client.post(CHAT, content=body)
+            await eventually(lambda: len(rig.gateway.log_records()) >= 150, "each request has its record")
+            paths = ("/metrics", "/warmlane/replicas", "/v1/models")
+            views = [(await client.get(path)).raise_for_status().text for path in paths]
         views.append((await admin.get("/warmlane/replicas", headers=KEYS[2])).text)
         hits = [*marked(rig.gateway.out), *marked(rig.gateway.err), *(line for view in views for line in marked(view))]
         records = len(rig.gateway.log_records())
         assert records == 150
-        assert rig.replicas[0].received(), "the words were on their way"
-    figures.record(29, "marked words in logs, metrics, views", f"{len(hits)} hits, {records} records", "0", not hits)
+        captured = rig.replicas[0].raw_bytes()
+        assert WORDS["prompt"] in captured, "the words were on their way"
+        hits += [word for word in (WORDS["bearer"], WORDS["key"]) if word in captured]
+    figures.record(
+        29,
+        "marked words in logs, metrics, views; keys at the replica",
+        f"{len(hits)} hits, {records} records",
+        "0",
+        not hits,
+    )
     assert hits == []
 
 
 @contextlib.asynccontextmanager
-async def with_admin(folder: Path) -> AsyncIterator[tuple[Rig, httpx.AsyncClient]]:
+async def with_admin(folder: Path, **tables: dict[str, Any]) -> AsyncIterator[tuple[Rig, httpx.AsyncClient]]:
     """A gateway that takes registrations from a network where nothing of this test lives."""
     file = folder / "admin.key"
     file.write_text(KEY)
-    config = {"admin": {"port": 0, "key_file": str(file), "allow": ["192.0.2.0/24"]}}
-    async with standing(folder, replicas=1, config=config) as rig:
+    config = {"admin": {"port": 0, "key_file": str(file), "allow": ["192.0.2.0/24"]}, **tables}
+    async with standing(folder, replicas=1, gateways=0) as rig:
+        gateway = await rig.add_gateway(config, wait=False)
+        await eventually(lambda: is_ready(gateway), "the gateway is ready")
         found = re.search(r"admin listener on (\S+)", rig.gateway.err)
         assert found is not None
         async with httpx.AsyncClient(base_url=found[1], trust_env=False, timeout=10.0) as admin:
