@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Awaitable, Callable, Coroutine, MutableMapping
 from typing import Any
 
 from gateway.keys import Denied, NoKey
@@ -28,7 +28,7 @@ HIGH_WATER_BYTES = 4096
 
 BODY_HEADERS = frozenset((b"content-length", b"transfer-encoding"))
 LINGER_SECONDS = 2.0
-"""How long a body that is too large is read and thrown away before it is answered."""
+"""How long a body that is too large is read and thrown away behind its answer."""
 
 
 class ClientLeft(Exception):
@@ -72,8 +72,9 @@ class AsgiClient:
             await self._wake.wait()
             self._wake.clear()
             messages, self._messages = self._messages, []
-            for message in messages:
-                await send(message)
+            messages.reverse()
+            while messages:
+                await send(messages.pop())  # and kept no longer: what the client has not taken is in a buffer once
             paused = self._waiting_bytes > HIGH_WATER_BYTES
             if paused and not self._done:  # nothing to send, which waits until the client has taken what was
                 await send({"type": "http.response.body", "body": b"", "more_body": True})
@@ -101,8 +102,7 @@ async def serve(door: FrontDoor, scope: Message, receive: Receive, send: Send) -
     except BodyTooLarge as error:
         refusal = answer(error, anthropic=endpoint.anthropic)
         door.note_unread(endpoint, headers, 0, refusal)
-        await discard_body(scope, receive, unread=error.unread)
-        await send_answer(send, refusal, close=True)
+        await send_answer(send, refusal, before_end=discard_body(scope, receive, unread=error.unread))
         return
     except ClientLeft:
         door.note_unread(endpoint, headers, 0)
@@ -180,9 +180,7 @@ async def refuse(door: FrontDoor, error: Denied, scope: Message, receive: Receiv
     door.telemetry.key_refused("", error.reason)
     door.note_unread(endpoint, headers, 0, refusal)
     has_body = any(name in BODY_HEADERS and value != b"0" for name, value in headers)
-    if has_body:
-        await discard_body(scope, receive, unread=True)
-    await send_answer(send, refusal, close=has_body)
+    await send_answer(send, refusal, before_end=discard_body(scope, receive, unread=True) if has_body else None)
 
 
 def served_by(method: bytes, path: bytes) -> tuple[Endpoint, str | None]:
@@ -196,7 +194,18 @@ async def wait_disconnect(receive: Receive) -> None:
         pass
 
 
-async def send_answer(send: Send, refusal: ErrorAnswer, *, close: bool = False) -> None:
-    headers = [*refusal.headers, (b"connection", b"close")] if close else refusal.headers
+async def send_answer(
+    send: Send,
+    refusal: ErrorAnswer,
+    *,
+    close: bool = False,
+    before_end: Coroutine[Any, Any, None] | None = None,
+) -> None:
+    """`before_end` is awaited between an answer that the client has whole by then, and the end of the connection."""
+    ends = close or before_end is not None
+    headers = [*refusal.headers, (b"connection", b"close")] if ends else refusal.headers
     await send({"type": "http.response.start", "status": refusal.status, "headers": headers})
-    await send({"type": "http.response.body", "body": refusal.body})
+    await send({"type": "http.response.body", "body": refusal.body, "more_body": before_end is not None})
+    if before_end is not None:
+        await before_end
+        await send({"type": "http.response.body", "body": b""})

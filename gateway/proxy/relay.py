@@ -195,7 +195,7 @@ class Relay:
             if self.first_token_at is None:
                 self._look_for_start(data)
             if len(self._last) > TAIL_BYTES:  # no more of a large piece is kept than will be looked at
-                self._last = self._last[-TAIL_BYTES:]
+                self._previous, self._last = b"", self._last[-TAIL_BYTES:]
         if last:
             self.finished.complete(True)
 
@@ -278,7 +278,7 @@ class Relay:
     def _look_for_start(self, data: bytes) -> None:
         """Until the first token: keep the beginning, find the id, and tell the flight when the prefill is done."""
         if len(self._head) < TAIL_BYTES:
-            self._head += data[:TAIL_BYTES]
+            self._head += data[: TAIL_BYTES - len(self._head)]
         if self._wants_id and self.response_id is None:
             found = RESPONSE_ID.search(self._head)
             self.response_id = found[1].decode() if found else None

@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import math
+import socket
 import ssl
 from collections import deque
 from collections.abc import Sequence
@@ -42,6 +43,9 @@ Header = tuple[bytes, bytes]
 JOIN_BELOW_BYTES = 65_536
 """Head and body go out as one buffer below this; above, copying the body costs more than a second write."""
 FRAMING = frozenset((b"content-length", b"transfer-encoding"))
+RECEIVE_BUFFER_BYTES = 96 * 1024
+"""What the kernel keeps for us of an answer (it doubles this): also the most that one read brings, so what a client that
+reads slowly holds here. Left alone it grows to 6 MiB for each. Enough for 10 MB/s to a replica 10 ms away."""
 OURS = frozenset((errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOTAVAIL))
 """One that cannot be opened for these is not the replica's fault: no descriptor, memory or port here."""
 MAX_HEAD_BYTES = 64 * 1024
@@ -287,7 +291,7 @@ class Upstream:
         limit = self.config.connect_timeout_seconds
         try:
             async with asyncio.timeout(limit):
-                _, connection = await self._loop.create_connection(
+                transport, connection = await self._loop.create_connection(
                     lambda: Connection(self, self._loop),
                     self.host,
                     self.port,
@@ -306,6 +310,7 @@ class Upstream:
             if isinstance(error, OSError) and error.errno in OURS:
                 raise OutOfSockets from error
             raise ConnectFailed("The replica refused the connection.") from error
+        transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, RECEIVE_BUFFER_BYTES)
         return connection
 
     def give_back(self, connection: Connection) -> None:

@@ -10,13 +10,14 @@ import httpx
 import pytest
 
 from tests.chaos.conftest import Figures
-from tests.chaos.framing import CORPUS, exchange, problem
+from tests.chaos.framing import CORPUS, WHOLE, exchange, problem
 from tests.chaos.rig import Process
 from tests.chaos.wire import gateway_before
 from tests.proxy.conftest import MODES
 from tests.proxy.scripted import ScriptedReplica
 
 QUICK = {"header_timeout_seconds": 1.0, "body_timeout_seconds": 1.0}
+AMBIGUOUS = [payload for payload in CORPUS if payload not in WHOLE]
 SILENCE_SECONDS = 0.3
 """A bare uvicorn has no limit: what it has not closed by then stays open."""
 
@@ -49,14 +50,15 @@ async def test_18_what_each_parser_lets_through(tmp_path: Path, figures: Figures
     try:
         async with httpx.AsyncClient(trust_env=False, base_url=bare.url) as client:
             seen, lax = 0, []
-            for payload in CORPUS:
+            for payload in AMBIGUOUS:
                 await exchange(bare.port, payload, SILENCE_SECONDS)
                 now = int((await client.get("/count")).text)
-                if now - seen > payload.requests and 200 not in payload.statuses:
+                if now > seen:
                     lax.append(payload.name)
                 seen = now
             assert (await client.get("/")).status_code == 200
     finally:
         await bare.stop()
-    measured = f"{len(lax)} of {len(CORPUS)} payloads reach the application although they should not: {'; '.join(lax)}"
+    print("\n".join(["", *lax]))
+    measured = f"{len(lax)} of {len(AMBIGUOUS)} ambiguous payloads reach the application"
     figures.record(18, f"uvicorn alone on {parser}", measured, "for the choice only", True)

@@ -73,7 +73,7 @@ async def test_20_large_bodies_at_once(tmp_path: Path, figures: Figures, way: st
     """O-19: base64 pictures of 10 MB; all arrive whole, within the memory that is named."""
     bodies = [picture(number) for number in range(AT_ONCE)]
     digests = [hashlib.sha256(body).hexdigest().encode() for body in bodies]
-    config = {"server": {"http": way}, "routing": {"max_in_flight": 1_000, "hold": False}}
+    config = {"server": {"http": way}, "routing": {"hold": False}, "upstream": {"connect_timeout_seconds": 30.0}}
     async with ScriptedReplica(answer_with_digest).running() as replica:
         async with gateway_before(tmp_path, config, replica.url) as gateway:
             await send(gateway.port, bodies[0], form)

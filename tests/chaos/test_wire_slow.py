@@ -55,9 +55,10 @@ class LargeAnswers:
                 await exchange.end_stream()
             else:
                 await exchange.send(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n" % LARGE_BYTES)
-                for _ in range(LARGE_BYTES // MIB):
-                    await exchange.send(b"x" * MIB)
-                    self.taken += MIB
+                piece = b"x" * 64 * KIB
+                for _ in range(LARGE_BYTES // len(piece)):
+                    await exchange.send(piece)
+                    self.taken += len(piece)
         finally:
             self.running -= 1
 
@@ -92,7 +93,7 @@ class SlowReaders:
 async def test_21_slow_readers(tmp_path: Path, figures: Figures, way: str, kind: str) -> None:
     """What is not read waits at the replica; the gateway holds one read of it, other clients notice nothing."""
     script = LargeAnswers(events=kind == "events")
-    config = {"server": {"http": way}, "routing": {"hold": False}}
+    config = {"server": {"http": way}, "routing": {"hold": False}, "upstream": {"connect_timeout_seconds": 30.0}}
     async with ScriptedReplica(script, models=("slow",)).running() as slow, replica_process(tmp_path) as normal:
         async with gateway_before(tmp_path, config, slow.url, normal.url) as gateway:
             await normal_traffic(gateway, normal, 2.0)
