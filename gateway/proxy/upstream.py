@@ -44,7 +44,7 @@ JOIN_BELOW_BYTES = 65_536
 """Head and body go out as one buffer below this; above, copying the body costs more than a second write."""
 FRAMING = frozenset((b"content-length", b"transfer-encoding"))
 RECEIVE_BUFFER_BYTES = 96 * 1024
-"""What the kernel keeps for us of an answer (it doubles this): also the most that one read brings, so what a client that
+"""What the kernel keeps for us of an answer (it doubles this): the most that one read brings, hence what a client that
 reads slowly holds here. Left alone it grows to 6 MiB for each. Enough for 10 MB/s to a replica 10 ms away."""
 OURS = frozenset((errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOTAVAIL))
 """One that cannot be opened for these is not the replica's fault: no descriptor, memory or port here."""
