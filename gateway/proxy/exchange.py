@@ -97,6 +97,7 @@ class Exchange:
             return
         finally:
             self._running = False
+            error = None  # its traceback holds this frame, and all that the request held: a cycle, for the collector
         self._waiting = waiting
         if type(waiting) is Completion:
             waiting.call_when_done(self._resume)

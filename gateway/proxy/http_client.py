@@ -67,7 +67,7 @@ class ClientConnection(asyncio.Protocol):
         self._app_state = app_state
         self._loop = _loop or asyncio.get_running_loop()
         self._transport: asyncio.Transport = cast(asyncio.Transport, None)
-        self._parser = httptools.HttpRequestParser(self)
+        self._parser: Any = httptools.HttpRequestParser(self)
         self._max_body = door.server.max_body_mib * 2**20
         self.deadline = self._loop.time() + door.server.keep_alive_seconds
         # the request being read
@@ -126,6 +126,7 @@ class ClientConnection(asyncio.Protocol):
         self._server_state.connections.discard(cast(HttpToolsProtocol, self))
         self._note_unread()
         self._calls.clear()
+        self._parser = None  # it knows us, as we know it: without this each connection waits for the collector
         if self._exchange is not None:
             self._exchange.cancel()
 
@@ -484,6 +485,7 @@ class ClientConnection(asyncio.Protocol):
             _loop=self._loop,
         )
         self._transport.set_protocol(protocol)
+        self._parser = None
         protocol.take_over(self._transport)
         protocol.data_received(b"".join(self._raw))
 

@@ -19,7 +19,7 @@ import socket
 import ssl
 from collections import deque
 from collections.abc import Sequence
-from typing import Protocol, cast
+from typing import Any, Protocol, cast
 from urllib.parse import urlsplit
 
 import httptools
@@ -85,7 +85,7 @@ class Connection(asyncio.Protocol):
     def __init__(self, pool: Upstream, loop: asyncio.AbstractEventLoop) -> None:
         self._pool = pool
         self._loop = loop
-        self._parser = httptools.HttpResponseParser(self)
+        self._parser: Any = httptools.HttpResponseParser(self)
         self._transport: asyncio.Transport = cast(asyncio.Transport, None)
         self._sink: Sink | None = None
         self._headers: list[Header] = []
@@ -188,6 +188,7 @@ class Connection(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._pool.forget(self)
+        self._parser = None  # it knows us, as we know it: without this each connection waits for the collector
         sink, self._sink = self._sink, None
         if sink is None:
             return
