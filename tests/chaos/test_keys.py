@@ -14,6 +14,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from gateway.keys import new_secret
@@ -163,3 +164,39 @@ def test_29_the_statistic_sees_a_leak(slope: float, leaks: bool) -> None:
     lengths: list[Any] = [rng.randrange(46) for _ in range(2_000)]
     values = [rng.expovariate(1 / 50) + slope * length for length in lengths]
     assert (rank_correlation(lengths, values) > SIGNIFICANT) is leaks
+
+
+async def test_29_isolated_tenants_share_no_cache(tmp_path: Path, figures: Figures) -> None:
+    """The engine itself says how much of a prompt it had: all of one's own, nothing of another tenant's."""
+    file = tmp_path / "keys.toml"
+    secrets = {name: new_secret() for name in ("alice", "bob")}
+    entries = [
+        f'[[keys]]\nname = "{name}"\nsha256 = "{hashlib.sha256(secret.encode()).hexdigest()}"\n'
+        for name, secret in secrets.items()
+    ]
+    file.write_text("".join(entries))
+    config = {"auth": {"keys_file": str(file), "isolate_tenants": True}}
+    body = {"model": "m", "max_tokens": 1, "messages": [{"role": "user", "content": "The sea. " * 900}]}
+    async with standing(tmp_path, replicas=0, embedded=1, gateways=0) as rig:
+        gateway = await rig.add_gateway(config, wait=False)
+
+        async def ready() -> bool:
+            return (await gateway.get("/ready")).status_code == 200
+
+        await eventually(ready, "the gateway is ready")
+        cached: list[int] = []
+        async with httpx.AsyncClient(base_url=gateway.url, trust_env=False, timeout=30) as client:
+            for name in ("alice", "alice", "bob", "bob"):
+                headers = {"Authorization": f"Bearer {secrets[name]}"}
+                answer = await client.post("/v1/chat/completions", json=body, headers=headers)
+                details = answer.raise_for_status().json()["usage"]["prompt_tokens_details"]
+                cached.append((details or {}).get("cached_tokens") or 0)
+    figures.record(
+        29,
+        "isolated tenants",
+        f"cached tokens of one prompt, twice by each of two tenants: {cached}",
+        "0 of another tenant's",
+        cached[0] == cached[2] == 0,
+    )
+    assert cached[0] == cached[2] == 0
+    assert cached[1] == cached[3] > 0

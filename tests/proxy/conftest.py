@@ -14,7 +14,7 @@ import httpx
 import pytest
 
 from gateway import app
-from gateway.config import Auth, Config, Feeds, Replica, Routing, Server, Upstream
+from gateway.config import Admin, Auth, Config, Feeds, Replica, Routing, Server, Upstream
 from tests.proxy.scripted import ScriptedReplica
 
 MODES = ("fast", "asgi")
@@ -56,6 +56,7 @@ async def running_gateway(
     feeds: dict[str, Any] | None = None,
     verify: ssl.SSLContext | bool = True,
     auth: dict[str, Any] | None = None,
+    admin: dict[str, Any] | None = None,
     key: str | None = None,
 ) -> AsyncIterator[RunningGateway]:
     """`key`: the client's own, sent with all its requests."""
@@ -75,6 +76,7 @@ async def running_gateway(
             }
         ),
         auth=Auth(**(auth or {})),
+        admin=Admin(**(admin or {})),
     )
     listening: asyncio.Future[str] = asyncio.get_running_loop().create_future()
     task = asyncio.create_task(app.serve(config, on_ready=listening.set_result))

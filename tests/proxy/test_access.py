@@ -296,6 +296,34 @@ async def test_a_change_of_the_keys_counts_on_open_connections(guarded: Guarded,
         await eventually(let_in)
 
 
+@pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0"])
+async def test_the_admin_key_opens_views_and_nothing_else(
+    guarded: Guarded, host: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ADMIN", "an-admin-key-for-tests")
+    admin = {"Authorization": "Bearer an-admin-key-for-tests"}
+    async with (
+        ScriptedReplica().running() as replica,
+        guarded(replica, admin={"key_env": "ADMIN"}, server={"host": host}) as gateway,
+    ):
+        body = {"model": "m", "messages": []}
+        for method, path, sent in (("GET", "/warmlane/replicas", None), ("POST", "/warmlane/route", body)):
+            assert (await gateway.client.request(method, path, json=sent, headers=admin)).status_code == 200
+            with_clients_key = await gateway.client.request(method, path, json=sent)
+            assert with_clients_key.status_code == (200 if host == "127.0.0.1" else 401)
+        for path in (
+            CHAT,
+            "/v1/responses/resp_1/cancel",
+            "/warmlane/../v1/chat/completions",
+            "/warmlane/%2e%2e/metrics",
+        ):
+            answer = await gateway.client.post(path, json=body, headers=admin)
+            assert answer.status_code in (401, 404), path
+        for path in ("/metrics", "/v1/models", "/docs"):
+            assert (await gateway.client.get(path, headers=admin)).status_code == 401
+        assert replica.exchanges == []
+
+
 # -- what a replica gets to see
 
 CREDENTIALS = {"Authorization": f"Bearer {KEY}", "x-api-key": "canary-unused", "cookie": "a=b"}
