@@ -60,7 +60,7 @@ async def is_ready(gateway: GatewayProcess) -> bool:
 
 async def test_12_sigterm_under_load(tmp_path: Path, figures: Figures) -> None:
     """Streams that end within the grace are whole."""
-    tokens = int(span(600, 120))
+    tokens = int(span(600, 60))
     length, grace = tokens * 0.1, tokens * 0.1 + 10.0
     config = {"server": {"drain_delay_seconds": DELAY_SECONDS, "drain_seconds": grace}}
     async with standing(tmp_path, config=config) as rig:
