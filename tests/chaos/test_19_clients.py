@@ -7,6 +7,7 @@ so in one error event (O-03), where a client without a gateway sees no more than
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,13 @@ from tests.chaos.rig import EmbeddedReplica
 from tests.clients.agents import AGENTS, Agent, Visit
 from tests.clients.matrix import (
     BREAKS,
+    BROKEN_RETRIES,
     INSIDE,
     REFUSALS,
+    RETRIES,
     SDKS,
     TURNS,
+    UNKNOWN,
     Lane,
     Scenario,
     Sdk,
@@ -29,10 +33,10 @@ from tests.clients.matrix import (
     run,
     scripted_lanes,
 )
-from tests.clients.turns import COMMAND, EDIT, TEXT, Seen
+from tests.clients.turns import COMMAND, EDIT, MODELS, TEXT, Seen
 
 TARGET = "same transcript, same exception class"
-ALIKE = (*TURNS, *REFUSALS, *INSIDE)
+SCENARIOS = (*TURNS, *REFUSALS, *RETRIES, *INSIDE, *UNKNOWN)
 EMBEDDED_REFUSALS = (Scenario("400", temperature=-1.0), Scenario("400, streamed", stream=True, temperature=-1.0))
 
 
@@ -40,15 +44,23 @@ EMBEDDED_REFUSALS = (Scenario("400", temperature=-1.0), Scenario("400, streamed"
 async def test_19_sdk(sdk: Sdk, tmp_path: Path, figures: Figures) -> None:
     """A tool-calling turn and every kind of error. O-03, the client's view: what breaks off raises."""
     async with scripted_lanes(tmp_path) as (near, far):
-        direct, through = await both(sdk, (near.url, far.url), (*ALIKE, *BREAKS), tmp_path)
-    differing = [scenario.name for scenario in ALIKE if direct[scenario.name] != through[scenario.name]]
-    same = not differing and near.witness.seen == far.witness.seen
+        direct, through = await both(sdk, (near.url, far.url), (*SCENARIOS, *BREAKS, BROKEN_RETRIES), tmp_path)
+    for scenario in UNKNOWN:
+        for told in (direct, through):
+            told[scenario.name] = only_kind(told[scenario.name])
+    differing = [scenario.name for scenario in SCENARIOS if direct[scenario.name] != through[scenario.name]]
+    requests = [[one for one in lane.witness.seen if one.model in MODELS] for lane in (near, far)]
+    same = not differing and requests[0] == requests[1]
     raised = [error_class(through[scenario.name]) for scenario in BREAKS]
-    measured = f"{len(ALIKE) - len(differing)} of {len(ALIKE)} alike; broken off: {words(BREAKS, direct, through)}"
+    alike = f"{len(SCENARIOS) - len(differing)} of {len(SCENARIOS)} alike"
+    measured = f"{alike}; broken off: {words(BREAKS, direct, through)}"
     figures.record(19, sdk.name, measured, f"{TARGET}; broken off: raises", same and all(raised))
 
     assert {name: through[name] for name in differing} == {name: direct[name] for name in differing}
-    assert near.witness.seen == far.witness.seen
+    assert requests[0] == requests[1]
+    asked = Counter((one.model, one.stream) for one in requests[0])
+    assert [asked["hurried", stream] for stream in (False, True)] == [2, 2]
+    assert asked["breaks", True] == 2  # none of the two scenarios sent it again
     for scenario in TURNS:
         assert direct[scenario.name]["error"] is None
         assert TEXT in str(direct[scenario.name]["steps"])
@@ -56,7 +68,11 @@ async def test_19_sdk(sdk: Sdk, tmp_path: Path, figures: Figures) -> None:
         error = direct[scenario.name]["error"]
         assert str(error["status"]) == scenario.name[:3]
         assert error["retry_after"] == ("7" if scenario.model == "busy" else None)
-    for scenario in (*INSIDE, *BREAKS):  # what had come is there, nothing is invented, and it ends in an exception
+    for scenario in (
+        *INSIDE,
+        *BREAKS,
+        BROKEN_RETRIES,
+    ):  # what had come is there, nothing is invented, and it ends in an exception
         assert through[scenario.name]["steps"] == direct[scenario.name]["steps"]
         assert through[scenario.name]["error"], scenario.name
 
@@ -111,6 +127,11 @@ async def both(
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Two transcripts: direct, and through the gateway."""
     return await asyncio.gather(lead(sdk, urls[0], scenarios, home), lead(sdk, urls[1], scenarios, home))
+
+
+def only_kind(told: dict[str, Any]) -> dict[str, Any]:
+    """A transcript whose exception keeps its class and status; the words are the gateway's own."""
+    return {**told, "error": {key: told["error"][key] for key in ("class", "status")}}
 
 
 def error_class(told: dict[str, Any]) -> str:

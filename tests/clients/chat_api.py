@@ -13,7 +13,7 @@ USAGE = {
     "completion_tokens": ANSWER_TOKENS,
     "prompt_tokens_details": None,
 }
-TYPES = {400: "BadRequestError", 429: "RateLimitError", 500: "InternalServerError"}
+TYPES = {400: "BadRequestError", 404: "NotFoundError", 429: "RateLimitError", 500: "InternalServerError"}
 
 
 def call_id(answer: Call) -> str:

@@ -35,6 +35,8 @@ class Scenario:
     model: str = "m"
     stream: bool = False
     temperature: float = 0.0
+    retries: int = 0
+    """How often the SDK may send a request again by itself."""
 
 
 TURNS = (Scenario("turn"), Scenario("turn, streamed", stream=True))
@@ -44,7 +46,14 @@ REFUSALS = (
     Scenario("429", "busy"),
     Scenario("429, streamed", "busy", stream=True),
 )
+UNKNOWN = (Scenario("404", "nowhere"), Scenario("404, streamed", "nowhere", stream=True))
+"""The gateway answers these itself, in its own words."""
 BREAKS = (Scenario("broken off", "breaks"), Scenario("broken off, streamed", "breaks", stream=True))
+RETRIES = (
+    Scenario("429, retried", "hurried", retries=1),
+    Scenario("429, streamed, retried", "hurried", stream=True, retries=1),
+)
+BROKEN_RETRIES = Scenario("broken off, streamed, may retry", "breaks", stream=True, retries=1)
 INSIDE = (Scenario("error event", "fails", stream=True),)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from tests.clients.answer import ANSWER_TOKENS, PROMPT_TOKENS, Call, Text, compact, plain
 
-TYPES = {400: "invalid_request_error", 429: "rate_limit_error", 500: "api_error"}
+TYPES = {400: "invalid_request_error", 404: "not_found_error", 429: "rate_limit_error", 500: "api_error"}
 USAGE = {"input_tokens": PROMPT_TOKENS, "output_tokens": ANSWER_TOKENS}
 
 

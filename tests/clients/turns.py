@@ -11,6 +11,7 @@ import asyncio
 import json
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from tests.clients import chat_api, messages_api, responses_api
@@ -48,10 +49,8 @@ async def refuse(exchange: Exchange, api: Api, answer: Text | Call) -> None:
     await exchange.answer(api.error("temperature must not be negative", 400), status="400 Bad Request")
 
 
-async def be_busy(exchange: Exchange, api: Api, answer: Text | Call) -> None:
-    await exchange.answer(
-        api.error("too many requests", 429), status="429 Too Many Requests", headers=b"retry-after: 7\r\n"
-    )
+async def be_busy(exchange: Exchange, api: Api, answer: Text | Call, again: bytes = b"retry-after: 7\r\n") -> None:
+    await exchange.answer(api.error("too many requests", 429), status="429 Too Many Requests", headers=again)
 
 
 async def break_off(exchange: Exchange, api: Api, answer: Text | Call) -> None:
@@ -82,6 +81,7 @@ async def fail_inside(exchange: Exchange, api: Api, answer: Text | Call) -> None
 FAULTS: dict[str, Callable[[Exchange, Api, Text | Call], Awaitable[None]]] = {
     "refuses": refuse,
     "busy": be_busy,
+    "hurried": partial(be_busy, again=b"retry-after-ms: 20\r\n"),
     "breaks": break_off,
     "fails": fail_inside,
 }
@@ -113,6 +113,10 @@ async def answer_turn(exchange: Exchange) -> None:
         )
         return
     api, body = APIS[path], json.loads(exchange.body)
+    if body["model"] not in MODELS:
+        message = f"The model `{body['model']}` does not exist."
+        await exchange.answer(api.error(message, 404), status="404 Not Found")
+        return
     answer = next_answer(api, body)
     fault = FAULTS.get(body["model"])
     if fault is not None:

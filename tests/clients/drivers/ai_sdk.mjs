@@ -19,7 +19,7 @@ function question(scenario) {
     tools: { weather },
     temperature: scenario.temperature,
     maxOutputTokens: 60,
-    maxRetries: 0,
+    maxRetries: scenario.retries,
     stopWhen: stepCountIs(2),
     prepareStep: ({ stepNumber }) => ({ toolChoice: stepNumber === 0 ? "required" : "none" }),
   }

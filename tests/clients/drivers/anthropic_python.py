@@ -10,7 +10,7 @@ from transcript import CITY, QUESTION, RESULT, TIMEOUT_SECONDS, Transcript, lead
 
 TOOL: Any = {"name": "weather", "strict": True, "input_schema": CITY}
 
-client = anthropic.Anthropic(base_url=sys.argv[1], api_key="key", max_retries=0, timeout=TIMEOUT_SECONDS)
+client = anthropic.Anthropic(base_url=sys.argv[1], api_key="key", timeout=TIMEOUT_SECONDS)
 
 
 def talk(scenario: dict[str, Any], transcript: Transcript) -> None:
@@ -32,8 +32,9 @@ def say(scenario: dict[str, Any], messages: list[Any], choice: Any, transcript: 
         # The SDK of today no longer names it, vLLM still takes it.
         "extra_body": {"temperature": scenario["temperature"]},
     }
+    patient = client.with_options(max_retries=scenario["retries"])
     if scenario["stream"]:
-        with client.messages.stream(**asked) as stream:
+        with patient.messages.stream(**asked) as stream:
             for event in stream:
                 if event.type == "text":
                     transcript.add("text", event.text)
@@ -41,12 +42,10 @@ def say(scenario: dict[str, Any], messages: list[Any], choice: Any, transcript: 
                     transcript.add("arguments", event.partial_json)
             reply = stream.get_final_message()
     else:
-        reply = client.messages.create(**asked)
+        reply = patient.messages.create(**asked)
     blocks = [block.model_dump(exclude_none=True) for block in reply.content]
     for block in blocks:
-        transcript.add(
-            "block", {key: value for key, value in block.items() if key in ("type", "text", "name", "input")}
-        )
+        transcript.add("block", {key: block[key] for key in ("type", "text", "name", "input") if key in block})
     transcript.add("finish", reply.stop_reason)
     transcript.add("tokens", reply.usage.output_tokens)
     return [{key: block[key] for key in ("type", "id", "name", "input") if key in block} for block in blocks]

@@ -18,7 +18,7 @@ def talk(scenario: dict[str, Any], transcript: Transcript) -> None:
         api_key="key",  # type: ignore[arg-type]
         model=scenario["model"],
         temperature=scenario["temperature"],
-        max_retries=0,
+        max_retries=scenario["retries"],
         timeout=TIMEOUT_SECONDS,
         stream_usage=True,
         max_tokens=60,  # type: ignore[call-arg]

@@ -5,7 +5,7 @@ import { CITY, QUESTION, RESULT, TIMEOUT_MS, lead } from "./transcript.mjs"
 
 const TOOL = { type: "function", function: { name: "weather", strict: true, parameters: CITY } }
 
-const client = new OpenAI({ baseURL: `${process.argv[2]}/v1`, apiKey: "key", maxRetries: 0, timeout: TIMEOUT_MS })
+const client = new OpenAI({ baseURL: `${process.argv[2]}/v1`, apiKey: "key", timeout: TIMEOUT_MS })
 
 async function say(scenario, messages, choice, transcript) {
   const asked = {
@@ -16,11 +16,12 @@ async function say(scenario, messages, choice, transcript) {
     temperature: scenario.temperature,
     max_tokens: 60,
   }
+  const patience = { maxRetries: scenario.retries }
   if (scenario.stream) {
     const options = { stream: true, stream_options: { include_usage: true } }
-    return await read(await client.chat.completions.create({ ...asked, ...options }), transcript)
+    return await read(await client.chat.completions.create({ ...asked, ...options }, patience), transcript)
   }
-  const reply = await client.chat.completions.create(asked)
+  const reply = await client.chat.completions.create(asked, patience)
   const { message, finish_reason } = reply.choices[0]
   transcript.add("text", message.content)
   transcript.add("finish", finish_reason)

@@ -11,7 +11,7 @@ from transcript import CITY, QUESTION, RESULT, TIMEOUT_SECONDS, Transcript, lead
 # `strict` makes vLLM hold even a random model to the schema.
 TOOL: Any = {"type": "function", "function": {"name": "weather", "strict": True, "parameters": CITY}}
 
-client = openai.OpenAI(base_url=f"{sys.argv[1]}/v1", api_key="key", max_retries=0, timeout=TIMEOUT_SECONDS)
+client = openai.OpenAI(base_url=f"{sys.argv[1]}/v1", api_key="key", timeout=TIMEOUT_SECONDS)
 
 
 def talk(scenario: dict[str, Any], transcript: Transcript) -> None:
@@ -34,11 +34,11 @@ def say(scenario: dict[str, Any], messages: list[Any], choice: Any, transcript: 
         "temperature": scenario["temperature"],
         "max_tokens": 60,
     }
+    patient = client.with_options(max_retries=scenario["retries"])
     if scenario["stream"]:
-        return read(
-            client.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True}), transcript
-        )
-    reply = client.chat.completions.create(**asked)
+        options: Any = {"stream": True, "stream_options": {"include_usage": True}}
+        return read(patient.chat.completions.create(**asked, **options), transcript)
+    reply = patient.chat.completions.create(**asked)
     message = reply.choices[0].message
     transcript.add("text", message.content)
     transcript.add("finish", reply.choices[0].finish_reason)

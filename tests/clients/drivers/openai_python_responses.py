@@ -10,7 +10,7 @@ from transcript import CITY, QUESTION, RESULT, TIMEOUT_SECONDS, Transcript, lead
 
 TOOL: Any = {"type": "function", "name": "weather", "strict": True, "parameters": CITY}
 
-client = openai.OpenAI(base_url=f"{sys.argv[1]}/v1", api_key="key", max_retries=0, timeout=TIMEOUT_SECONDS)
+client = openai.OpenAI(base_url=f"{sys.argv[1]}/v1", api_key="key", timeout=TIMEOUT_SECONDS)
 
 
 def talk(scenario: dict[str, Any], transcript: Transcript) -> None:
@@ -33,10 +33,11 @@ def say(scenario: dict[str, Any], items: list[Any], choice: Any, transcript: Tra
         "max_output_tokens": 60,
         "store": False,
     }
+    patient = client.with_options(max_retries=scenario["retries"])
     if not scenario["stream"]:
-        return finished(client.responses.create(**asked), transcript)
+        return finished(patient.responses.create(**asked), transcript)
     call: dict[str, Any] = {}
-    for event in client.responses.create(**asked, stream=True):
+    for event in patient.responses.create(**asked, stream=True):
         if transcript.steps[-1:] != [["event", [event.type]]]:  # of a run of deltas one
             transcript.add("event", [event.type])
         if event.type in ("response.completed", "response.incomplete"):
