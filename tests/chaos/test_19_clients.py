@@ -68,11 +68,8 @@ async def test_19_sdk(sdk: Sdk, tmp_path: Path, figures: Figures) -> None:
         error = direct[scenario.name]["error"]
         assert str(error["status"]) == scenario.name[:3]
         assert error["retry_after"] == ("7" if scenario.model == "busy" else None)
-    for scenario in (
-        *INSIDE,
-        *BREAKS,
-        BROKEN_RETRIES,
-    ):  # what had come is there, nothing is invented, and it ends in an exception
+    # What had come is there, nothing is invented, and it ends in an exception.
+    for scenario in (*INSIDE, *BREAKS, BROKEN_RETRIES):
         assert through[scenario.name]["steps"] == direct[scenario.name]["steps"]
         assert through[scenario.name]["error"], scenario.name
 

@@ -1,7 +1,7 @@
 """What a client told its program, in order: the part that the Python drivers share.
 
 A driver is run as `driver.py BASE_URL SCENARIOS`; each scenario is a JSON object with `name`, `model`, `stream`,
-`temperature` and `retries`. It prints one JSON object: for each name the steps and, if it ended in an exception, the exception.
+`temperature` and `retries`. It prints one JSON object: for each name the steps and the exception, if it ended in one.
 Ids stay out: an embedded replica makes new ones each time.
 """
 
