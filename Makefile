@@ -62,4 +62,4 @@ bench-vllm: install
 	VLLM_VENV=$(VLLM_VENV) $(BIN)/python -m loadtests.engines.run $(if $(SMOKE),--smoke) $(BENCH)
 
 clean:
-	rm -rf $(VENV) .venv-vllm .venv-clients .cache .bench build dist *.egg-info
+	rm -rf $(VENV) .venv-vllm .venv-clients tests/clients/drivers/node_modules .cache .bench build dist *.egg-info

@@ -103,9 +103,9 @@ async def test_19_sdks_with_embedded_replicas(tmp_path: Path, figures: Figures) 
 async def test_19_agent(agent: Agent, tmp_path: Path, figures: Figures) -> None:
     """One turn with a tool, and one whose first request is refused with 400."""
     async with scripted_lanes(tmp_path) as lanes:
-        turn = await asyncio.gather(*(visit(agent, lane, agent.model, tmp_path) for lane in lanes))
+        turn = await both_visits(agent, lanes, agent.model, tmp_path)
         requests = [lane.witness.seen for lane in lanes]
-        refused = await asyncio.gather(*(visit(agent, lane, "refuses", tmp_path) for lane in lanes))
+        refused = await both_visits(agent, lanes, "refuses", tmp_path)
         refusals = [lane.witness.seen for lane in lanes]
     same = all(one == other for one, other in (turn, refused, requests, refusals))
     measured = f"turn and error {'alike' if same else 'differ'}; {len(requests[0])} requests a turn"
@@ -123,7 +123,9 @@ async def both(
     sdk: Sdk, urls: tuple[str, str], scenarios: tuple[Scenario, ...], home: Path
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Two transcripts: direct, and through the gateway."""
-    return await asyncio.gather(lead(sdk, urls[0], scenarios, home), lead(sdk, urls[1], scenarios, home))
+    async with asyncio.TaskGroup() as group:
+        direct, through = (group.create_task(lead(sdk, url, scenarios, home)) for url in urls)
+    return direct.result(), through.result()
 
 
 def only_kind(told: dict[str, Any]) -> dict[str, Any]:
@@ -148,11 +150,17 @@ def has_worked(agent: Agent, told: list[Any], requests: list[Seen]) -> bool:
     return TEXT in str(told) and any(output in result for request in requests for result in request.results)
 
 
+async def both_visits(agent: Agent, lanes: tuple[Lane, Lane], model: str, folder: Path) -> tuple[list[Any], list[Any]]:
+    async with asyncio.TaskGroup() as group:
+        direct, through = (group.create_task(visit(agent, lane, model, folder)) for lane in lanes)
+    return direct.result(), through.result()
+
+
 async def visit(agent: Agent, lane: Lane, model: str, folder: Path) -> list[Any]:
-    """One run of an agent, in a home and a directory of its own: exit status and report."""
-    place = folder / f"{model}-{lane.url.rpartition(':')[2]}"
-    visit = Visit(lane.url, model, place / "home", place / "work")
-    visit.home.mkdir(parents=True)
+    """One run of an agent, in the home that it has on this lane and a directory of its own: exit status and report."""
+    place = folder / lane.url.rpartition(":")[2]
+    visit = Visit(lane.url, model, place / "home", place / model)
+    visit.home.mkdir(parents=True, exist_ok=True)
     visit.work.mkdir()
     command = agent.command(visit)
     status, output, errors = await run(command.argv, {"HOME": str(visit.home), **command.environment}, visit.work)

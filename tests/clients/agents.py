@@ -1,6 +1,6 @@
 """Coding agents, driven without a terminal: how each is pointed at an address, and how its report is read.
 
-Every agent gets an empty home and an empty directory to work in. It must offer its shell as a tool, run what the
+Every agent gets a home of its own and an empty directory to work in. It must offer its shell as a tool, run what the
 replica calls for, hand the output back and repeat the text that follows. Only aider has no tools: it reads edits from
 the text.
 """
@@ -53,7 +53,7 @@ def lines_of(output: str) -> list[dict[str, Any]]:
 
 def codex(visit: Visit) -> Command:
     home = visit.home / ".codex"
-    home.mkdir()
+    home.mkdir(exist_ok=True)
     (home / "config.toml").write_text(
         f"""\
 model = "{visit.model}"
@@ -164,7 +164,7 @@ def opencode_told(output: str, visit: Visit) -> list[Any]:
 def aider(visit: Visit) -> Command:
     # A list of prices that is there is not fetched.
     prices = visit.home / ".aider" / "caches" / "model_prices_and_context_window.json"
-    prices.parent.mkdir(parents=True)
+    prices.parent.mkdir(parents=True, exist_ok=True)
     prices.write_text("{}")
     argv = [installed(AIDER), "--model", f"openai/{visit.model}"]
     argv += ["--edit-format", "whole", "--no-git", "--yes-always", "--no-pretty", "--no-show-model-warnings"]

@@ -34,6 +34,8 @@ node_packages() {
         npm ci --prefix "$CACHE" --ignore-scripts --no-audit --no-fund --loglevel=error >&2
         cp "$HERE/package-lock.json" "$CACHE/installed.json"
     fi
+    # Node looks modules up from where the importing file lies.
+    ln -sfn "$(cd "$CACHE" && pwd)/node_modules" "$HERE/drivers/node_modules"
 }
 
 mkdir -p "$CACHE"

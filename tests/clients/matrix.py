@@ -10,7 +10,8 @@ import asyncio
 import contextlib
 import json
 import os
-import shutil
+import signal
+import tempfile
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -67,11 +68,8 @@ class Sdk:
     def argv(self) -> list[str]:
         if self.driver.endswith(".py"):
             return [installed(PYTHON), str(DRIVERS / self.driver)]
-        node = packaged("node-linux-*/bin/node")
-        # Modules are looked up from where the importing file lies.
-        for source in DRIVERS.glob("*.mjs"):
-            shutil.copy(source, CACHE)
-        return [node, str(CACHE / self.driver)]
+        installed(DRIVERS / "node_modules")
+        return [packaged("node-linux-*/bin/node"), str(DRIVERS / self.driver)]
 
 
 SDKS = (
@@ -97,22 +95,29 @@ def packaged(pattern: str) -> str:
 
 async def run(argv: list[str], environment: Mapping[str, str], directory: Path) -> tuple[int, str, str]:
     """Run a client to its end: exit status, output, error output. One that hangs is killed with all its children."""
-    process = await asyncio.create_subprocess_exec(
-        *argv,
-        cwd=directory,
-        env={"PATH": os.environ["PATH"], "LANG": "C.UTF-8", "NO_PROXY": "127.0.0.1", **environment},
-        stdin=asyncio.subprocess.DEVNULL,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE,
-        start_new_session=True,
-    )
-    try:
-        output, errors = await asyncio.wait_for(process.communicate(), PATIENCE_SECONDS)
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, 9)
-    assert process.returncode is not None
-    return process.returncode, output.decode(), errors.decode()
+    with tempfile.TemporaryFile("w+") as output, tempfile.TemporaryFile("w+") as errors:
+        process = await asyncio.create_subprocess_exec(
+            *argv,
+            cwd=directory,
+            env={"PATH": os.environ["PATH"], "LANG": "C.UTF-8", "NO_PROXY": "127.0.0.1", **environment},
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=output,
+            stderr=errors,
+            start_new_session=True,
+        )
+        try:
+            status = await asyncio.wait_for(process.wait(), PATIENCE_SECONDS)
+        except TimeoutError:
+            status = None
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            await process.wait()
+        output.seek(0)
+        errors.seek(0)
+        told = output.read(), errors.read()
+    assert status is not None, f"{argv[0]} did not end within {PATIENCE_SECONDS:g} s: {told}"
+    return status, *told
 
 
 async def lead(sdk: Sdk, url: str, scenarios: tuple[Scenario, ...], home: Path) -> dict[str, Any]:
