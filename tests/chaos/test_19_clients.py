@@ -28,12 +28,15 @@ from tests.clients.matrix import (
     Lane,
     Scenario,
     Sdk,
+    Witness,
+    gateway_that_knows,
     gateway_to,
     lead,
     run,
     scripted_lanes,
 )
 from tests.clients.turns import COMMAND, EDIT, MODELS, TEXT, Seen
+from tests.proxy.scripted import ScriptedReplica
 
 TARGET = "same transcript, same exception class"
 SCENARIOS = (*TURNS, *REFUSALS, *RETRIES, *INSIDE, *UNKNOWN)
@@ -99,6 +102,29 @@ async def test_19_sdks_with_embedded_replicas(tmp_path: Path, figures: Figures) 
             assert direct[scenario.name]["error"]["status"] == 400
 
 
+async def test_19_sdks_with_keys(tmp_path: Path, figures: Figures) -> None:
+    """The drivers say `key`: one gateway knows it, the other does not."""
+    witness = Witness()
+    told = {}
+    async with ScriptedReplica(witness, MODELS).running() as replica:
+        async with gateway_that_knows(tmp_path, "key", replica.url) as good:
+            async with gateway_that_knows(tmp_path, "another", replica.url) as other:
+                for sdk in SDKS:
+                    told[sdk.name] = await both(sdk, (good, other), TURNS, tmp_path)
+    known = [one for direct, _ in told.values() for one in direct.values()]
+    unknown = [one["error"] for _, through in told.values() for one in through.values()]
+    let_in = sum(one["error"] is None for one in known)
+    refused = sum(error is not None and error["status"] == 401 for error in unknown)
+    turns = len(TURNS) * len(SDKS)
+    measured = f"{let_in} of {turns} turns let in; {refused} of {turns} refused: {', '.join(kinds(unknown))}"
+    met = let_in == refused == turns and len(witness.exchanges) == 2 * turns
+    figures.record(19, "SDKs with keys", measured, "own key: the turn; unknown key: 401 as its exception", met)
+
+    assert [one["error"] for one in known] == [None] * turns
+    assert [error["status"] for error in unknown] == [401] * turns
+    assert len(witness.exchanges) == 2 * turns
+
+
 @pytest.mark.parametrize("agent", AGENTS, ids=lambda agent: agent.name)
 async def test_19_agent(agent: Agent, tmp_path: Path, figures: Figures) -> None:
     """One turn with a tool, and one whose first request is refused with 400."""
@@ -131,6 +157,10 @@ async def both(
 def only_kind(told: dict[str, Any]) -> dict[str, Any]:
     """A transcript whose exception keeps its class and status; the words are the gateway's own."""
     return {**told, "error": {key: told["error"][key] for key in ("class", "status")}}
+
+
+def kinds(errors: list[Any]) -> list[str]:
+    return sorted({str(error["class"]) for error in errors if error})
 
 
 def error_class(told: dict[str, Any]) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import json
 import os
 import signal
@@ -161,6 +162,24 @@ async def scripted_lanes(folder: Path) -> AsyncIterator[tuple[Lane, Lane]]:
     async with alone.running(), first.running(), second.running():
         async with gateway_to(folder, first.url, second.url) as url:
             yield Lane(alone.url, near), Lane(url, far)
+
+
+@contextlib.asynccontextmanager
+async def gateway_that_knows(folder: Path, key: str, *replicas: str) -> AsyncIterator[str]:
+    """A gateway process that lets in who has this key."""
+    keys = folder / f"{key}.keys.toml"
+    keys.write_text(f'[[keys]]\nname = "{key}"\nsha256 = "{hashlib.sha256(key.encode()).hexdigest()}"\n')
+    gateway = GatewayProcess(f"gateway-{key}", folder, {"auth": {"keys_file": str(keys)}}, replicas)
+
+    async def is_ready() -> bool:
+        return (await gateway.get("/ready")).status_code == 200
+
+    try:
+        await gateway.start()
+        await eventually(is_ready, "a replica is up")
+        yield gateway.url
+    finally:
+        await gateway.close()
 
 
 @contextlib.asynccontextmanager
