@@ -21,7 +21,7 @@ from urllib.parse import urlsplit
 import httptools
 
 CLIENT_SECONDS = 60.0
-"""A request that has not ended by then ends as `late`."""
+"""A request that has not ended by then ends as `late`, unless its load allows it more."""
 TOKEN = re.compile(rb'"content":"((?:t\d+ ?)+)"')
 ERROR_EVENT = re.compile(rb'(?:^|\n)data: ?\{"(?:error"|type": ?"error")')
 
@@ -197,11 +197,19 @@ def judged(reading: Reading, how: str, raw: Result, traffic: Traffic) -> Result:
 class Load:
     """Requests at a fixed rate against `url` (or whatever `choose` names for each) while it is `running`."""
 
-    def __init__(self, url: str | Callable[[], str], traffic: Traffic | None = None, *, first: int = 1) -> None:
+    def __init__(
+        self,
+        url: str | Callable[[], str],
+        traffic: Traffic | None = None,
+        *,
+        first: int = 1,
+        limit_seconds: float = CLIENT_SECONDS,
+    ) -> None:
         self.choose: Callable[[], str] = (lambda: url) if isinstance(url, str) else url
         self.traffic = traffic or Traffic()
         self.results: list[Result] = []
         self.sent = first - 1
+        self._limit_seconds = limit_seconds
         self._open: set[asyncio.Task[None]] = set()
 
     @contextlib.asynccontextmanager
@@ -236,7 +244,7 @@ class Load:
             await asyncio.sleep(max(0.0, due - time.monotonic()))
 
     async def _ask(self, number: int) -> None:
-        self.results.append(await ask(self.choose(), number, self.traffic))
+        self.results.append(await ask(self.choose(), number, self.traffic, self._limit_seconds))
 
 
 def ends(results: Iterable[Result]) -> str:

@@ -66,7 +66,7 @@ async def test_12_sigterm_under_load(tmp_path: Path, figures: Figures) -> None:
     async with standing(tmp_path, config=config) as rig:
         for replica in rig.replicas:
             await replica.behave(tokens=tokens, token_seconds=0.1)
-        streams = Load(rig.gateway.url, Traffic(rate=50.0, stream_share=1.0, tokens=tokens))
+        streams = Load(rig.gateway.url, Traffic(rate=50.0, stream_share=1.0, tokens=tokens), limit_seconds=grace + 30.0)
         async with streams.running():
             await asyncio.sleep(2.0)
             rig.gateway.send(signal.SIGTERM)
