@@ -38,6 +38,10 @@ node_packages() {
     ln -sfn "$(cd "$CACHE" && pwd)/node_modules" "$HERE/drivers/node_modules"
 }
 
+"$PYTHON" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 13))' || {
+    say "aider needs a Python older than 3.13, the gateway one from 3.11 on; name one with PYTHON=..."
+    exit 1
+}
 mkdir -p "$CACHE"
 python_packages "$VENV" "$HERE/requirements.txt"
 python_packages "$CACHE/aider" "$HERE/requirements-aider.txt"
