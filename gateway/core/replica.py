@@ -123,7 +123,8 @@ class Replica:
         elif last is not None and last.started_at is not None and last.started_at == snapshot.started_at:
             self._proven_at = now
         self.load.report(snapshot)
-        self.health.heard(now)
+        if self.models is not None:  # a page that came before the first list says nothing of what it serves
+            self.health.heard(now)
         if snapshot.asleep is not None:
             self._asleep = snapshot.asleep
             self._rest(now)

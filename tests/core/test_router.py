@@ -565,12 +565,14 @@ class TestHealth:
         fleet.complete(trial)
         assert fleet.statistics(bad).health is HealthState.UP
 
-    def test_an_unknown_replica_waits_for_its_first_sign_of_life(self) -> None:
+    def test_an_unknown_replica_waits_until_it_says_what_it_serves(self) -> None:
         fleet = Fleet(2)
         new = ReplicaId("http://new:8000")
         fleet.router.observe(ReplicaAdded(new), fleet.now)
         assert new not in {view.replica for view, _ in fleet.decide(RouteRequest()).ranking}
         fleet.router.observe(LoadReported(new, LoadSnapshot(fleet.now)), fleet.now)
+        assert new not in {view.replica for view, _ in fleet.decide(RouteRequest()).ranking}, "what does it serve?"
+        fleet.lists(new, "m")
         assert new in {view.replica for view, _ in fleet.decide(RouteRequest()).ranking}
 
     def test_unknown_replicas_serve_when_there_is_nobody_else(self) -> None:
