@@ -217,10 +217,12 @@ async def send(port: int, request: bytes) -> LightClient:
 
 @contextlib.asynccontextmanager
 async def gateway_before(
-    replicas: list[LightReplica], folder: Path, config: Config | None = None
+    replicas: list[LightReplica], folder: Path, config: Config | None = None, key: str | None = None
 ) -> AsyncIterator[GatewayProcess]:
-    """A gateway in front of these replicas, which knows that all are up."""
+    """A gateway in front of these replicas, which knows that all are up. `key`: to look at its metrics with."""
     gateway = GatewayProcess("gateway", folder, config or {}, [replica.url for replica in replicas])
+    if key is not None:
+        gateway._client.headers["authorization"] = f"Bearer {key}"
     try:
         await gateway.start()
         await eventually(lambda: all_up(gateway, len(replicas)), "all replicas are up")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import itertools
 import time
 from collections import Counter, deque
@@ -318,3 +319,48 @@ def report(
     assert longest <= QUEUE
     assert normal_seconds <= 10.0
     assert page.total("warmlane_shed_total", reason="full") == len(shed)
+
+
+TENANTS = {"greedy": 100.0, "one": 20.0, "two": 20.0, "three": 20.0, "four": 20.0}
+"""Requests a second that they ask for; a fifth of 48 is what each can have."""
+
+
+async def test_24_tenants_share_alike(tmp_path: Path, figures) -> None:
+    """Each asks for more than there is for it, one for ten times as much."""
+    seconds = span(20.0, 8.0)
+    secrets = {tenant: f"wl-secret-of-{tenant}" for tenant in TENANTS}
+    entries = [
+        f'[[keys]]\nname = "{tenant}"\nsha256 = "{hashlib.sha256(secret.encode()).hexdigest()}"\n'
+        for tenant, secret in secrets.items()
+    ]
+    (tmp_path / "keys.toml").write_text("".join(entries))
+    config = {
+        "routing": {"max_in_flight": 24, "max_waiting": QUEUE},
+        "auth": {"keys_file": str(tmp_path / "keys.toml")},
+        "server": {"log": "off"},
+    }
+    async with light_replicas(3, Slots().script) as replicas:
+        async with gateway_before(replicas, tmp_path, config, key=secrets["one"]) as gateway:
+            loads = {
+                tenant: Load(gateway.url, traffic_of(secrets[tenant], rate), first=10_000 * number + 1)
+                for number, (tenant, rate) in enumerate(TENANTS.items(), 1)
+            }
+            began = time.monotonic()
+            await asyncio.gather(*(load.run(seconds) for load in loads.values()))
+            page = await gateway.metrics()
+    over = began + seconds
+    served = [
+        sum(result.ok and began + 2.0 <= result.ended_at <= over for result in load.results) for load in loads.values()
+    ]
+    fairness = sum(served) ** 2 / (len(served) * sum(count * count for count in served))
+    measured = f"{fairness:.3f}: {', '.join(map(str, served))} requests"
+    figures.record(24, "fairness over tenants (Jain)", measured, ">= 0.95", fairness >= 0.95)
+    assert fairness >= 0.95
+    for tenant, load in loads.items():
+        refused = sum(not result.ok for result in load.results)
+        assert page.total("warmlane_shed_total", tenant=tenant) == refused, ends(load.results)
+        assert page.total("warmlane_admitted_total", tenant=tenant) == len(load.results) - refused
+
+
+def traffic_of(secret: str, rate: float) -> Traffic:
+    return Traffic(rate=rate, tokens=Slots.PIECES, headers=(("authorization", f"Bearer {secret}"),))
