@@ -18,6 +18,7 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import cast
 
+from tests.chaos.bench import put_first
 from tests.chaos.openloop import Reading, percentile
 from tests.chaos.rig import Config, GatewayProcess, Metrics, eventually
 
@@ -225,6 +226,7 @@ async def gateway_before(
         gateway._client.headers["authorization"] = f"Bearer {key}"
     try:
         await gateway.start()
+        put_first(gateway.pid)
         await eventually(lambda: all_up(gateway, len(replicas)), "all replicas are up")
         yield gateway
     finally:

@@ -13,6 +13,7 @@ from random import Random
 
 import pytest
 
+from tests.chaos.bench import first_as_well
 from tests.chaos.light import (
     STREAM_HEAD,
     LightClient,
@@ -241,9 +242,10 @@ async def test_24_overload(tmp_path: Path, figures) -> None:
             load = Load(gateway.url, traffic, first=100_000)
             depth = asyncio.create_task(deepest(gateway, seconds))
             began = time.monotonic()
-            async with load.running(), OwnLag().watched() as own:
-                await asyncio.sleep(seconds)
-                over = time.monotonic()
+            with first_as_well():
+                async with load.running(), OwnLag().watched() as own:
+                    await asyncio.sleep(seconds)
+                    over = time.monotonic()
             normal_seconds = await back_to_normal(gateway, traffic, over)
             page = await gateway.metrics()
             longest = await depth
