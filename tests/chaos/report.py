@@ -47,8 +47,8 @@ TESTS: dict[int, str] = {
 REASONS: dict[int, str] = {
     13: "Redis joins two gateways, and gateways do not share state yet.",
     14: "Gateways do not share state yet.",
-    26: "The index keeps the blocks of a replica in one dict. One of 400,000 blocks is rehashed in 20 to 30 ms, once in "
-    "some 300,000 new blocks; one of 350,000 took 12 ms.",
+    26: "The index keeps the blocks of a replica in one dict. One of 400,000 blocks is rehashed in 20 to 30 ms, once "
+    "in some 300,000 new blocks; one of 350,000 took 12 ms.",
 }
 """Why a test has no figure, or one that misses its target."""
 
