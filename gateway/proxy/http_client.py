@@ -105,8 +105,7 @@ class ClientConnection(asyncio.Protocol):
         self._chunked = False
         self._keep_alive = True
         self._http_1_0 = False
-        self._paused = False
-        self._closing = False
+        self._paused = self._closing = False
 
     # -- asyncio.Protocol
 
