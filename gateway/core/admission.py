@@ -211,6 +211,11 @@ def still_waiting(tickets: deque[Ticket]) -> deque[Ticket]:
     return deque(ticket for ticket in tickets if ticket.state is TicketState.WAITING)
 
 
+def lane_of(request: RouteRequest) -> str | None:
+    """Who waits for the same replicas: those of one model, or the one that a request is pinned to."""
+    return request.model if request.pinned is None else request.pinned
+
+
 class Admission:
     """Counts who is in and who waits."""
 
@@ -222,6 +227,7 @@ class Admission:
         self.waiting = 0
         self.waiting_prefill_seconds = 0.0
         """Own prefill of all that wait, added up."""
+        self._lanes: dict[str | None, int] = {}  # where anybody waits
         self._rooms: dict[int, dict[str, Tenant]] = {}  # by priority, then tenant; only where somebody waits
         self._arrivals: deque[Ticket] = deque()  # all that waited, in order of arrival, for time-outs
         self._in_flight_of: dict[str, int] = {}  # tenants with any
@@ -273,6 +279,11 @@ class Admission:
     @property
     def next_overdue_at(self) -> float | None:
         return self._arrivals[0].arrived_at + self._max_wait_seconds if self.waiting else None
+
+    @property
+    def lanes(self) -> int:
+        """How many lanes somebody waits in."""
+        return len(self._lanes)
 
     @property
     def room(self) -> int:
@@ -333,6 +344,8 @@ class Admission:
         room[name].put(ticket)
         self._arrivals.append(ticket)
         self.waiting += 1
+        lane = lane_of(ticket.request)
+        self._lanes[lane] = self._lanes.get(lane, 0) + 1
         self.waiting_prefill_seconds += ticket.prefill_seconds
         if is_mostly_gone(len(self._arrivals), self.waiting):
             self._arrivals = still_waiting(self._arrivals)
@@ -381,6 +394,10 @@ class Admission:
         room = self._rooms[priority]
         room[tenant].waiting -= 1
         self.waiting -= 1
+        lane = lane_of(ticket.request)
+        self._lanes[lane] -= 1
+        if not self._lanes[lane]:
+            del self._lanes[lane]
         self.waiting_prefill_seconds = self.waiting_prefill_seconds - ticket.prefill_seconds if self.waiting else 0.0
         if not room[tenant].waiting:
             del room[tenant]

@@ -37,8 +37,13 @@ Without an end to it, chats that fell out of the caches of an overloaded fleet w
 shed after a minute. Simulated with twice the prefixes that the caches hold: mean and 99th percentile 12.8 and 18 s
 first come, first served; 12.3 and 17 with 2; 10.6 and 22 with 4; 9.3 and 29 with 6; 6.8 and 49 without an end; requests
 a second 2.84, 2.89, 3.15, 3.38, 3.68."""
+PATIENCE_SHARE = 0.5
+"""... and that end comes at half the time after which he is shed: his own prefill is part of that backlog, and a prompt
+of more than a quarter of that time was passed by small ones until then."""
 PLAN_REQUESTS = 16
-"""Waiting requests that are looked at in one planning, and one more for each replica. 48 changed nothing."""
+"""Waiting requests of each lane that are looked at in one planning, and one more for each replica. 48 changed nothing.
+A lane is a model, or the replica that a request is pinned to: those who wait for one model's busy replicas must not
+hide those whose replica is idle."""
 
 TICK_SECONDS = 0.001
 """Least time until a planning is worth repeating: what is due sooner than this is due by a rounding error."""

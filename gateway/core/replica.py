@@ -29,6 +29,8 @@ Taken for its size, on real engines with text of 6.8 bytes a token, it left pred
 real ones until the end of a run of 50 s."""
 SETTLING_SECONDS = 10.0
 """After a return: about twice a mean request, so that those sent since have begun to end."""
+MINIMUM_CACHE_TOKENS = 512
+"""No engine serves with less; who reports it reports nonsense, and would get one request at a time."""
 RESIZE_SHARE = 0.01
 """Capacity in blocks follows the learned bytes per token in steps of 1 %, so that the index is not resized all the
 time."""
@@ -128,7 +130,7 @@ class Replica:
         if snapshot.asleep is not None:
             self._asleep = snapshot.asleep
             self._rest(now)
-        if snapshot.cache_tokens is not None and snapshot.cache_tokens > 0:
+        if snapshot.cache_tokens is not None and snapshot.cache_tokens >= MINIMUM_CACHE_TOKENS:
             self.cache_tokens = float(snapshot.cache_tokens)
             self.cache_tokens_known = True
             self._fit_index()

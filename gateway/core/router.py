@@ -27,7 +27,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 
 from gateway.core import filters, holding, settling
-from gateway.core.admission import Admission, Admitted, Release, Shed, Ticket, Waiting
+from gateway.core.admission import Admission, Admitted, Release, Shed, Ticket, Waiting, lane_of
 from gateway.core.belief import CacheShare
 from gateway.core.flight import Flight
 from gateway.core.holding import Promises
@@ -294,8 +294,16 @@ class Router:
         free = {replica.id for replica in self._replicas.values() if holding.is_free(replica, now)}
         backlog_seconds = admission.waiting_prefill_seconds / max(1, len(self._replicas))
         patience = max(holding.MINIMUM_PATIENCE_SECONDS, holding.PATIENCE * backlog_seconds)
-        limit = min(admission.room, holding.PLAN_REQUESTS + len(self._replicas))
+        patience = min(patience, holding.PATIENCE_SHARE * self._settings.max_wait_seconds)
+        each = holding.PLAN_REQUESTS + len(self._replicas)
+        limit, looked_at = each if admission.lanes == 1 else admission.waiting, dict[str | None, int]()
         for ticket in admission.next_in_turn(now, limit, patience) if free or not self._replicas else ():
+            lane = lane_of(ticket.request)
+            looked_at[lane] = looked_at.get(lane, 0) + 1
+            if looked_at[lane] > each:
+                continue
+            if not admission.room:
+                break
             decision = self._wish(ticket.request, now, promises)
             if decision is not None and not (decision.replica in free and holding.has_room(decision.view)):
                 promises.promise(decision.view)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Annotated
 
 import httpx
 import msgspec
@@ -43,7 +44,7 @@ class Sample:
 class Counted(msgspec.Struct):
     """What matters of the answer."""
 
-    count: int
+    count: Annotated[int, msgspec.Meta(ge=1, le=1_000_000_000)]
 
 
 class TokenCounts:
@@ -83,5 +84,5 @@ class TokenCounts:
         )
         try:
             return msgspec.json.decode(answer, type=Counted).count
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, RecursionError) as error:
             raise FetchFailed(f"not a token count: {error}") from error

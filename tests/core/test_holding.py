@@ -295,3 +295,46 @@ def test_tenants_take_turns_though_one_has_many_waiting() -> None:
         assert len(door.flights) > len(served)
         served = list(door.flights)
     assert sum(ticket.request.tenant == "greedy" for ticket in served) <= 4
+
+
+@pytest.mark.parametrize("priority", [0, 1])
+def test_who_waits_for_the_busy_replicas_of_one_model_hides_nobody_whose_replica_is_idle(priority: int) -> None:
+    """One replica of model a hangs and sixty wait for it; the replica of b does nothing."""
+    door = Door(2)
+    router, (hung, idle) = door.fleet.router, door.fleet.replicas
+    door.fleet.lists(hung, "a")
+    door.fleet.lists(idle, "b")
+    waiting = [door.knock(ask(text(door.random, 200), model="a", priority=priority)) for _ in range(60)]
+    assert sum(ticket.state is TicketState.WAITING for ticket in waiting) >= 50
+    large = door.knock(ask(text(door.random, 400), model="b"))
+    assert large.state is TicketState.ADMITTED
+    assert door.flights[large].replica == idle
+    assert router.statistics(door.fleet.now).waiting >= 50
+
+
+def test_who_waits_for_a_busy_owner_hides_nobody_else() -> None:
+    door = Door(2)
+    hung, idle = door.fleet.replicas
+    waiting = [door.knock(ask(text(door.random, 200), pinned=hung)) for _ in range(60)]
+    assert sum(ticket.state is TicketState.WAITING for ticket in waiting) >= 50
+    other = door.knock(door.prompt(400))
+    assert (other.state, door.flights[other].replica) == (TicketState.ADMITTED, idle)
+
+
+def test_a_prompt_that_fills_the_cache_is_not_passed_for_ever_by_small_ones() -> None:
+    """50,000 tokens at 10,000 a second, in a cache of 20,000: four times its own prefill are the 20 s after which
+    it would be shed. Small ones come faster than they are served."""
+    door = Door(1, max_wait_seconds=20)
+    door.fleet.reports(door.fleet.replicas[0], cache_tokens=20_000)
+    small = [door.knock(door.prompt(20)) for _ in range(12)]
+    large = door.knock(door.prompt(400))
+    began = door.fleet.now
+    while large.state is TicketState.WAITING and door.fleet.now < began + 19:
+        door.release(0.2)
+        for ticket in [ticket for ticket in small if ticket in door.flights][:1]:
+            small.remove(ticket)
+            door.first_token(ticket)
+            door.end(ticket)
+            small.append(door.knock(door.prompt(20)))
+    assert large.state is TicketState.ADMITTED
+    assert door.fleet.now - began < 15

@@ -50,6 +50,10 @@ async def test_asks_for_the_first_prompts_of_each_model_only(start_replica, fact
         ok(b'{"count":"many"}'),
         ok(b"<html>"),
         ok(b'{"tokens":[]}'),
+        ok(b'{"count":1' + b"0" * 400 + b"}"),
+        ok(b'{"count":0}'),
+        ok(b'{"count":-5}'),
+        ok(b'{"tokens":' + b"[" * 100_000),
         b"HTTP/1.1 200 OK\r\nContent-Length: 99\r\n\r\n{",
     ],
 )
