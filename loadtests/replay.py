@@ -25,6 +25,10 @@ class Refused(Exception):
     """The request makes no sense; one line says why."""
 
 
+def say(message: str) -> None:
+    print(f"warmlane: {message}", file=sys.stderr, flush=True)
+
+
 def refuse(option: str, reason: str) -> NoReturn:
     raise Refused(f"--{option}: {reason}")
 
@@ -154,7 +158,7 @@ def source_of(options: Options) -> traces.Source:
     if options.trace is None:
         raise Refused("--trace FILE or --synthetic NAME says what to replay")
     try:
-        return traces.open_trace(options.trace, options.chats)
+        return traces.open_trace(options.trace, options.chats, say)
     except traces.TraceError as error:
         refuse("trace", str(error))
 
@@ -193,7 +197,7 @@ class Ticker:
             self._since = now
         elif done == of and name != report.BOUND:
             rate = done / max(now - self._since, 1e-9)
-            print(f"warmlane: {name}: {rate:,.0f} requests a second", file=sys.stderr, flush=True)
+            say(f"{name}: {rate:,.0f} requests a second")
 
 
 class Bar(AbstractContextManager[report.Progress]):

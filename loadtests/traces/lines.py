@@ -16,7 +16,13 @@ from loadtests.traces.model import Trace, TraceError
 GZIP_MAGIC = b"\x1f\x8b"
 Source = Callable[[int], Trace]
 """The trace for a seed."""
+Tell = Callable[[str], None]
+"""Takes a line for the person who reads the trace."""
 T = TypeVar("T")
+
+
+def say_nothing(message: str) -> None:
+    """For programs that read traces."""
 
 
 @dataclass(frozen=True, slots=True)

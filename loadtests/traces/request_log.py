@@ -6,7 +6,8 @@ blocks hold is nowhere in the log. A chain of block ids is built again from that
 request, then new ones. Without `log_blocks` no request shares a prefix with another.
 
 The log's blocks are bytes of text, a trace's are 512 tokens, so one is laid over the other with the mean tokens of a
-block of that log. Requests that no replica got, or without a prompt, are left out.
+block of that log. Requests that no replica got, or without a prompt, are left out, and so are lines that are no JSON
+object: standard output has the greeting of `warmlane up` as well, and the last record may be cut off.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
-from loadtests.traces.lines import Lines, Source, at_least
+from loadtests.traces.lines import Lines, Source, Tell, at_least
 from loadtests.traces.model import BLOCK_TOKENS, Request, Trace, TraceError
 
 
@@ -53,11 +54,18 @@ class Entry(msgspec.Struct):
 Chain = tuple[int, ...]
 
 
-def parse(lines: Lines) -> Source:
+def parse(lines: Lines, tell: Tell) -> Source:
     decoder = msgspec.json.Decoder(Entry)
 
-    def checked(text: bytes) -> Entry:
-        entry = decoder.decode(text)
+    def checked(text: bytes) -> Entry | None:
+        try:
+            entry = decoder.decode(text) if text.lstrip().startswith(b"{") else None
+        except msgspec.ValidationError:
+            raise
+        except msgspec.DecodeError:
+            entry = None
+        if entry is None:
+            return None
         at_least(0, duration_seconds=entry.duration_seconds)
         if (prefix := entry.prefix) is not None:
             at_least(0, blocks=prefix.blocks, shared=prefix.shared)
@@ -65,13 +73,22 @@ def parse(lines: Lines) -> Source:
                 raise ValueError("`prefix` shares blocks that it does not have, or with nobody")
         return entry
 
-    entries = list(lines.each(checked))
+    entries = [entry for entry in lines.each(checked) if entry is not None]
     chains = chains_of([entry.prefix for entry in entries if entry.prefix is not None])
     sent = sorted((entry for entry in entries if entry.replica and entry.tokens), key=lambda entry: entry.arrival)
     if not sent:
         raise TraceError(f"{lines.path}: no request that a replica got")
+    report_left_out(tell, len(lines.texts) - len(entries), len(entries) - len(sent))
+    if all(entry.prefix is None for entry in sent):
+        tell("no prefixes in this log, so nothing can be cached: set [server] log_blocks = true")
     trace = Trace(tuple(requests_of(sent, chains)))
     return lambda seed: trace
+
+
+def report_left_out(tell: Tell, strange: int, unsent: int) -> None:
+    for count, what in ((strange, "are not JSON objects"), (unsent, "are of requests without a prompt or a replica")):
+        if count:
+            tell(f"lines of the log left out because they {what}: {count}")
 
 
 def chains_of(prefixes: Iterable[Prefix]) -> dict[tuple[str, int], Chain]:

@@ -372,3 +372,30 @@ def test_users_think_for_an_exponential_time():
     mean = sum(thinks) / len(thinks)
     assert mean == pytest.approx(2.0, rel=0.1)
     assert sum(think > mean for think in thinks) / len(thinks) == pytest.approx(0.368, abs=0.05)
+
+
+# ---- what people do with the gateway's log -------------------------------------------------------------------------
+
+GREETING = b"""
+# Warmlane serves http://127.0.0.1:8000 in front of http://127.0.0.1:1. Ctrl-C stops all.
+
+curl http://127.0.0.1:8000/v1/chat/completions -d '{"model": "embedded"}'
+"""
+
+
+def test_the_greeting_in_front_of_a_log_and_a_record_cut_off_are_left_out_and_counted(tmp_path: Path):
+    path, told = tmp_path / "log.jsonl", list[str]()
+    log = (DATA / "requests.jsonl").read_bytes()
+    path.write_bytes(GREETING + log + log[:40])
+    assert open_trace(path, tell=told.append)(0) == read(DATA / "requests.jsonl")
+    assert told == [
+        "lines of the log left out because they are not JSON objects: 3",
+        "lines of the log left out because they are of requests without a prompt or a replica: 2",
+    ]
+
+
+def test_a_log_without_prefixes_says_what_to_set(tmp_path: Path):
+    path, told = tmp_path / "log.jsonl", list[str]()
+    path.write_bytes(b'{"request_id":"a","time":5,"duration_seconds":1,"replica":"http://a:1","prompt_tokens":2000}\n')
+    assert len(open_trace(path, tell=told.append)(0).requests) == 1
+    assert told == ["no prefixes in this log, so nothing can be cached: set [server] log_blocks = true"]
