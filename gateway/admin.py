@@ -22,7 +22,8 @@ from fastapi.responses import JSONResponse
 from uvicorn.server import ServerState
 
 from gateway.admin_key import AdminKey
-from gateway.config import ConfigError, Seconds, Server, TokensPerSecond, explained, replica_url
+from gateway.config import ConfigError, Seconds, Server, TokensPerSecond, replica_url
+from gateway.config_errors import explained
 from gateway.core.model import ReplicaId
 from gateway.feeds.discovery import Discovery
 from gateway.feeds.registry import Refused, Registry
@@ -85,7 +86,7 @@ def build_admin_api(
         except asgi_client.ClientLeft:
             return Response(status_code=499)  # nobody reads it
         except (msgspec.DecodeError, RecursionError) as error:
-            return response_of(refused(400, "invalid_registration", explained(str(error))))
+            return response_of(refused(400, "invalid_registration", explained(str(error), Wanted)))
         except ConfigError:  # its message repeats the URL, and with it a password that somebody put there
             return response_of(refused(400, "invalid_replica_url", WANTED_URL))
         except Refused as error:

@@ -232,11 +232,13 @@ def build_api(gateway: Gateway) -> FastAPI:
     api = FastAPI(title="Warmlane", version=version("warmlane"), redirect_slashes=False)
     refuse_as_openai_does(api)
 
+    @api.head("/health", include_in_schema=False)  # load balancers ask so; the server sends no body then
     @api.get("/health", response_class=PlainTextResponse)
     async def health() -> str:
         """Liveness: the process answers."""
         return "ok"
 
+    @api.head("/ready", include_in_schema=False)
     @api.get("/ready")
     async def ready() -> Response:
         """Readiness: 200 when at least one replica can serve, else 503."""

@@ -9,12 +9,13 @@ import ipaddress
 import re
 import tomllib
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args, get_origin
+from typing import Annotated, Literal, get_args
 from urllib.parse import urlsplit
 
 import msgspec
 from msgspec import Meta, Struct
 
+from gateway.config_errors import explained
 from gateway.core.settings import RoutingSettings
 
 Seconds = Annotated[float, Meta(gt=0, le=86_400)]
@@ -199,11 +200,30 @@ def load(path: Path) -> Config:
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: not TOML: {error}") from error
     try:
-        return checked(msgspec.convert(table, Config))
+        return checked(beside(path, msgspec.convert(table, Config)))
     except msgspec.ValidationError as error:
-        raise ConfigError(f"{path}: {explained(str(error))}") from error
+        raise ConfigError(f"{path}: {explained(str(error), Config)}") from error
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from error
+
+
+FILES = {
+    "server": ("tls_certificate", "tls_key"),
+    "upstream": ("ca_file", "api_key_file"),
+    "admin": ("key_file",),
+    "auth": ("keys_file",),
+}
+"""Keys whose values are paths, by table."""
+
+
+def beside(path: Path, config: Config) -> Config:
+    """The configuration in the file at `path`, with relative paths in it taken from the file's folder."""
+    tables = {}
+    for name, keys in FILES.items():
+        table = getattr(config, name)
+        found = {key: str(path.parent / file) for key in keys if (file := getattr(table, key))}
+        tables[name] = msgspec.structs.replace(table, **found)
+    return msgspec.structs.replace(config, **tables)
 
 
 def checked(config: Config) -> Config:
@@ -246,32 +266,6 @@ def policy_name(text: str) -> PolicyName:
         if name == text:
             return name  # type: ignore[no-any-return]
     raise ConfigError(f"unknown policy {text!r}; policies: {', '.join(get_args(PolicyName))}")
-
-
-_UNKNOWN_KEY = re.compile(r"Object contains unknown field `(?P<key>[^`]*)`(?: - at `\$\.?(?P<table>.*)`)?$")
-_NO_CHOICE = re.compile(r"Invalid enum value (?P<value>.*) - at `\$\.?(?P<key>.*)`$")
-_WRONG_VALUE = re.compile(r"(?P<problem>.*) - at `\$\.?(?P<key>.*)`$")
-
-
-def explained(message: str) -> str:
-    """msgspec's validation message with the path of the key in front, as it is written in TOML."""
-    if found := _UNKNOWN_KEY.match(message):
-        table = f"{found['table']}." if found["table"] else ""
-        return f"unknown key {table}{found['key']}"
-    if found := _NO_CHOICE.match(message):
-        return f"{found['key']}: {found['value']} is none of {', '.join(choices_at(found['key']))}"
-    if found := _WRONG_VALUE.match(message):
-        return f"{found['key']}: {found['problem'][0].lower()}{found['problem'][1:]}"
-    return message
-
-
-def choices_at(key: str) -> tuple[str, ...]:
-    """What may stand at the path of a key: `routing.policy`, or `routing.shadow[1]` in a list."""
-    kind: Any = Config
-    for name in re.sub(r"\[[^]]*\]", "", key).split("."):
-        kind = next(field.type for field in msgspec.structs.fields(kind) if field.name == name)
-        kind = get_args(kind)[0] if get_origin(kind) in (list, tuple) else kind
-    return get_args(kind)
 
 
 DEFAULT_PORTS = {"http": 80, "https": 443}

@@ -18,7 +18,8 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta, Struct
 
-from gateway.config import ConfigError, explained
+from gateway.config import ConfigError
+from gateway.config_errors import explained
 
 KEYS_VARIABLE = "WARMLANE_API_KEYS"
 """Environment variable with plain keys: `name=key,name=key`."""
@@ -30,7 +31,9 @@ MOST_PRESENTED = 4
 """Keys of one request that are looked at: Anthropic's clients may send one in each of the two headers."""
 
 Header = tuple[bytes, bytes]
-Name = Annotated[str, Meta(pattern=r"\A[A-Za-z0-9_.:@/-]{1,64}\Z")]
+Name = Annotated[
+    str, Meta(pattern=r"\A[A-Za-z0-9_.:@/-]{1,64}\Z", description="1 to 64 letters, digits and _ . : @ / -, no spaces")
+]
 """Safe in logs and as a metric label."""
 Amount = Annotated[int, Meta(ge=1, le=10**12)]
 
@@ -79,7 +82,9 @@ class Entry(Struct, frozen=True, forbid_unknown_fields=True):
     """`[[keys]]` of the keys file."""
 
     name: Name
-    sha256: Annotated[str, Meta(pattern=r"\A[0-9a-fA-F]{64}\Z")]
+    sha256: Annotated[
+        str, Meta(pattern=r"\A[0-9a-fA-F]{64}\Z", description="64 hex digits, as `warmlane key new` prints")
+    ]
     tenant: Name | None = None
     """Keys of one tenant share its turn in the waiting room, its responses and its salt. Not set: its own name."""
     models: tuple[str, ...] | None = None
@@ -116,7 +121,7 @@ def read_keys(text: bytes, called: str) -> list[Key]:
     try:
         return [entry.key() for entry in msgspec.convert(table, KeysFile).keys]
     except msgspec.ValidationError as error:
-        raise ConfigError(f"{called}: {explained(str(error))}") from error
+        raise ConfigError(f"{called}: {explained(str(error), KeysFile)}") from error
 
 
 def keys_in_variable(value: str) -> list[Key]:
@@ -176,5 +181,5 @@ def new_entry(name: str, secret: str, tenant: str | None) -> str:
     try:
         msgspec.convert(fields, Entry)
     except msgspec.ValidationError as error:
-        raise ConfigError(f"key: {explained(str(error))}") from error
+        raise ConfigError(f"key: {explained(str(error), Entry)}") from error
     return "[[keys]]\n" + "".join(f'{field} = "{value}"\n' for field, value in fields.items())

@@ -77,6 +77,11 @@ def table(answer: bytes) -> str:
     rows = [["replica", "source", "health", "in flight", "running", "waiting", "kv", "load age", "models"]]
     rows += [_row(one) for one in fleet.replicas]
     lines = aligned(rows)
+    lines += [
+        f"{one.replica} is {one.health}: {one.last_failure}"
+        for one in fleet.replicas
+        if one.last_failure and one.health != "up"
+    ]
     for registration in fleet.registrations:
         if registration.problem:
             lines.append(f"registered but out: {registration.url}: {registration.problem}")

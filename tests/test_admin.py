@@ -23,6 +23,7 @@ from gateway import app
 from gateway.admin_key import AdminKey, read_admin_key
 from gateway.cli import main
 from gateway.config import Admin, Config, ConfigError, Discovery, Feeds, Replica, Server, load
+from gateway.operate import table
 from tests.proxy.certificates import Authority
 from tests.proxy.conftest import eventually, until_ready
 from tests.proxy.scripted import Exchange, ScriptedReplica, answer_chat
@@ -464,6 +465,23 @@ async def test_the_command_shows_drains_and_undrains(caplog, monkeypatch, capsys
         assert "HTTP 401" in capsys.readouterr().err
         assert await run_here("drain", "http://10.0.0.9:1", "--url", gateway.admin_url, *key) == 1
         assert "No such replica" in capsys.readouterr().err
+
+
+async def test_the_command_says_why_a_replica_is_out(caplog, monkeypatch, capsys) -> None:
+    async with ScriptedReplica().running() as replica:
+        async with operated(caplog, monkeypatch, replica) as gateway:
+            assert await run_here("replicas", "--url", gateway.url) == 0
+            assert len(capsys.readouterr().out.splitlines()) == 2, "nothing to say of one that is up"
+            view = json.dumps(
+                {
+                    "replicas": [
+                        {**one, "health": "ejected", "last_failure": "connection refused"}
+                        for one in (await gateway.replicas()).values()
+                    ],
+                    "registrations": [],
+                }
+            )
+            assert table(view.encode()).splitlines()[-1] == f"{replica.url} is ejected: connection refused"
 
 
 async def test_the_command_shows_who_stays_out(caplog, monkeypatch, capsys) -> None:

@@ -8,7 +8,7 @@ from typing import get_args
 import msgspec
 import pytest
 
-from gateway.config import Config, ConfigError, PolicyName, Server, load, replica_url
+from gateway.config import FILES, Config, ConfigError, PolicyName, Server, load, replica_url
 from gateway.core.settings import POLICY_NAMES, RoutingSettings
 
 
@@ -78,18 +78,33 @@ def test_every_policy_of_the_core_can_be_configured():
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("prot = 1", "unknown key prot"),
-        ("[server]\nprot = 1", "unknown key server.prot"),
-        ('[[replicas]]\nurl = "http://a"\n[[replicas]]\nulr = "http://b"', "unknown key replicas[1].ulr"),
-        ("[[replicas]]\nprefill_rate = 1", "replicas[0]: object missing required field `url`"),
-        ('[server]\nport = "8000"', "server.port: expected `int`, got `str`"),
-        ("[server]\nport = 65536", "server.port: expected `int` <= 65535"),
-        ("[routing]\nmax_wait_seconds = nan", "routing.max_wait_seconds: expected `float` > 0.0"),
-        ("[routing]\ndefault_prefill_rate = inf", "routing.default_prefill_rate: expected `float` <= 1000000000.0"),
+        ("prot = 1", "unknown key prot; did you mean port in [server]?"),
+        ("xyzzy = 1", "unknown key xyzzy"),
+        ("[server]\nprot = 1", "unknown key server.prot; did you mean port?"),
+        (
+            '[[replicas]]\nurl = "http://a"\n[[replicas]]\nulr = "http://b"',
+            "unknown key replicas[1].ulr; did you mean url?",
+        ),
+        ("[[replicas]]\nprefill_rate = 1", "replicas[0].url: missing, and needed"),
+        ('[server]\nport = "8000"', "server.port: expected a whole number, not text in quotes"),
+        ("[server]\nport = 65536", "server.port: expected a whole number of at most 65535"),
+        ("[routing]\nmax_wait_seconds = nan", "routing.max_wait_seconds: expected a number above 0"),
+        (
+            "[routing]\ndefault_prefill_rate = inf",
+            "routing.default_prefill_rate: expected a number of at most 1000000000",
+        ),
         ('[routing]\npolicy = "fastest"', f"routing.policy: 'fastest' is none of {', '.join(POLICY_NAMES)}"),
         ('[routing]\nshadow = ["random", "x"]', f"routing.shadow[1]: 'x' is none of {', '.join(POLICY_NAMES)}"),
         ('[routing]\nshadow = ["random", "random"]', "routing.shadow: random is listed twice"),
-        ('[routing]\nshadow = "random"', "routing.shadow: expected `array`, got `str`"),
+        ('[routing]\nshadow = "random"', "routing.shadow: expected a list, not text in quotes"),
+        ('[routing]\nhold = "no"', "routing.hold: expected true or false, not text in quotes"),
+        ("[upstream]\nca_file = true", "upstream.ca_file: expected text in quotes, not true or false"),
+        (
+            '[replicas]\nurl = "http://a"',
+            "replicas: write [[replicas]], with two brackets on each side: there may be several",
+        ),
+        ("[[server]]\nport = 1", "server: write [server], with one bracket on each side: there is one"),
+        ("[sever]\nport = 1", "unknown key sever; did you mean server?"),
         ('[server]\nlog = "xml"', "server.log: 'xml' is none of json, off"),
         ('[[replicas]]\nurl = "http://a"\n[[replicas]]\nurl = "http://A:80/"', "replicas: http://a:80 is listed twice"),
         ("a = " + "[" * 5_000 + "]" * 5_000, "not TOML: nested too deeply"),
@@ -171,3 +186,39 @@ def test_a_configuration_cannot_be_changed_after_reading():
     with pytest.raises(AttributeError):
         Server().port = 1  # type: ignore[misc]
     assert msgspec.structs.replace(Server(), port=1).port == 1
+
+
+# -- files that it names
+
+
+def test_relative_paths_are_taken_from_the_folder_of_the_file(tmp_path, monkeypatch):
+    folder = tmp_path / "etc"
+    folder.mkdir()
+    path = folder / "warmlane.toml"
+    tables = {table: {key: f"{key}.pem" for key in keys} for table, keys in FILES.items()}
+    tables["auth"]["keys_file"] = "/absolute/keys.toml"
+    path.write_text("\n".join(f"[{table}]\n{written(keys)}" for table, keys in tables.items()))
+    monkeypatch.chdir(tmp_path)
+    for given, expected in ((path, folder), (Path("etc/warmlane.toml"), Path("etc"))):
+        config = load(given)
+        for table, keys in FILES.items():
+            for key in keys:
+                wanted = "/absolute/keys.toml" if key == "keys_file" else str(expected / f"{key}.pem")
+                assert getattr(getattr(config, table), key) == wanted
+    monkeypatch.chdir(folder)
+    assert load(Path("warmlane.toml")).server.tls_key == "tls_key.pem"
+
+
+def written(keys: dict[str, str]) -> str:
+    return "\n".join(f'{key} = "{value}"' for key, value in keys.items())
+
+
+def test_every_key_that_names_a_file_is_known_as_one():
+    for table in msgspec.structs.fields(Config):
+        if table.name != "replicas":
+            named = [
+                key.name
+                for key in msgspec.structs.fields(table.type)
+                if key.name.endswith("_file") or key.name in ("tls_certificate", "tls_key")
+            ]
+            assert sorted(named) == sorted(FILES.get(table.name, ())), table.name

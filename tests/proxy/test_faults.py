@@ -114,6 +114,24 @@ async def test_all_replicas_down_is_a_clear_error(mode: str) -> None:
         assert (await gateway.client.get("/health")).status_code == 200
 
 
+async def test_health_and_readiness_answer_head_like_get_without_a_body(mode: str) -> None:
+    async def heads(gateway: RunningGateway) -> list[int]:
+        found = []
+        for path in (b"/health", b"/ready"):
+            reader, writer = await gateway.connect()
+            writer.write(b"HEAD " + path + b" HTTP/1.1\r\nhost: g\r\nconnection: close\r\n\r\n")
+            answer = await asyncio.wait_for(reader.read(), 10)
+            writer.close()
+            assert answer.endswith(b"\r\n\r\n"), "nothing behind the head"
+            found.append(int(answer.split()[1]))
+        return found
+
+    async with ScriptedReplica().running() as replica, running_gateway(replica, mode=mode) as gateway:
+        assert await heads(gateway) == [200, 200]
+    async with running_gateway(mode=mode, wait_ready=False) as gateway:
+        assert await heads(gateway) == [200, 503]
+
+
 async def test_no_replica_configured() -> None:
     async with running_gateway(wait_ready=False) as gateway:
         assert (await gateway.client.get("/ready")).status_code == 503
