@@ -290,7 +290,8 @@ class FrontDoor:
             self.telemetry.attempt_ended(decision.replica, outcome)
         if relay.status == 0:
             return relay.error
-        self._note(record, relay, outcome, usage, call)
+        note_answer(record, relay, call)
+        self._note(record, relay, outcome, usage)
         if relay.response_id is not None:
             self.router.own(relay.response_id, decision.replica, flight.decision.request.tenant)
         return None
@@ -329,7 +330,7 @@ class FrontDoor:
             try:
                 complete = await relay.finished
             except asyncio.CancelledError:
-                record.stream, record.response_bytes = relay.streaming, relay.response_bytes
+                note_answer(record, relay, call)
                 connection.abort(relay)
                 if not call.overdue:
                     raise
@@ -423,18 +424,13 @@ class FrontDoor:
             return given.decode()
         return f"{self._id_prefix}-{next(self._id_count):x}"
 
-    def _note(self, record: RequestRecord, relay: Relay, outcome: Outcome, usage: Usage | None, call: Call) -> None:
-        record.status = relay.status
+    def _note(self, record: RequestRecord, relay: Relay, outcome: Outcome, usage: Usage | None) -> None:
         record.outcome = outcome.value
-        record.stream = relay.streaming
-        record.response_bytes = relay.response_bytes
         record.error = code_of(relay.error) if relay.error else ""
         if usage is not None:
             record.prompt_tokens = usage.prompt_tokens
             record.cached_tokens = usage.cached_tokens
             record.completion_tokens = usage.completion_tokens
-        if relay.first_token_at is not None:
-            record.ttft_seconds = relay.first_token_at - call.received_at
 
     def _refuse(self, client: Client, call: Call, error: Exception, record: RequestRecord) -> None:
         refusal: ErrorAnswer = answer(error, anthropic=call.endpoint.anthropic)
@@ -448,6 +444,15 @@ class FrontDoor:
         headers = [*refusal.headers, (b"x-request-id", record.request_id.encode())]
         client.start(refusal.status, headers)
         client.write(refusal.body, True)
+
+
+def note_answer(record: RequestRecord, relay: Relay, call: Call) -> None:
+    """What the client has got, whether or not that was all."""
+    record.status = relay.sent_status
+    record.stream = relay.streaming
+    record.response_bytes = relay.response_bytes
+    if relay.first_token_at is not None:
+        record.ttft_seconds = relay.first_token_at - call.received_at
 
 
 def end_overdue(call: Call) -> None:

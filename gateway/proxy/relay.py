@@ -215,6 +215,11 @@ class Relay:
     # -- what the bytes told
 
     @property
+    def sent_status(self) -> int:
+        """As the client has it; 0 as long as it has nothing."""
+        return 0 if self._held is not None else self.status
+
+    @property
     def streaming(self) -> bool:
         return self._streaming
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -13,7 +14,7 @@ import pytest
 from gateway.app import FLUSH_SECONDS
 from gateway.request_log import RequestRecord
 from tests.proxy.conftest import RunningGateway, eventually, running_gateway
-from tests.proxy.scripted import ScriptedReplica
+from tests.proxy.scripted import Exchange, ScriptedReplica
 
 BODY = b'{"model": "m", "messages": []}'
 
@@ -90,6 +91,55 @@ async def test_a_client_that_leaves_while_it_sends_leaves_one_record(mode: str, 
         assert (record.request_id, record.route) == ("left-1", "/v1/embeddings")
         assert (record.status, record.outcome, record.error) == (0, "client_left", "")
         assert replica.exchanges == []
+
+
+EVENT = b'data: {"choices":[{"index":0,"delta":{"content":"x"}}]}\n\n'
+
+
+@pytest.mark.parametrize("ends", ["client_left", "stopped"])
+async def test_a_stream_that_is_cut_short_keeps_its_status_and_first_token(mode: str, ends: str, capsysbinary) -> None:
+    async def script(exchange: Exchange) -> None:
+        await exchange.start_stream()
+        await exchange.chunk(EVENT)
+        await exchange.wait_closed(20)
+
+    server = {"log": "json", "drain_seconds": 20.0}
+    async with ScriptedReplica(script).running() as replica:
+        async with running_gateway(replica, mode=mode, server=server) as gateway:
+            reader, writer = await gateway.connect()
+            writer.write(whole("cut"))
+            await asyncio.wait_for(reader.readuntil(EVENT), 10)
+            if ends == "stopped":
+                gateway.stop()
+                await asyncio.sleep(0)  # two signals that are pending at once would be one
+                gateway.stop()
+                await asyncio.wait_for(gateway.task, 10)
+            writer.close()
+            (record,) = await Log(capsysbinary).settled(1)
+            assert (record.status, record.outcome, record.stream) == (200, ends, True)
+            assert record.ttft_seconds is not None
+            assert 0 < record.ttft_seconds <= record.duration_seconds
+            assert record.response_bytes == len(EVENT)
+            if ends == "client_left":
+                page = await gateway.metrics()
+                assert 'outcome="client_left",route="/v1/chat/completions",status="2xx"} 1.0' in page
+                assert re.search(r'warmlane_time_to_first_token_seconds_count{model="\w+"} 1.0', page)
+
+
+async def test_a_client_that_leaves_before_a_held_500_got_no_status(mode: str, capsysbinary) -> None:
+    async def script(exchange: Exchange) -> None:
+        await exchange.send(b"HTTP/1.1 500 Internal Server Error\r\ncontent-length: 100\r\n\r\n{")
+        await exchange.wait_closed(20)
+
+    async with ScriptedReplica(script).running() as replica:
+        async with running_gateway(replica, mode=mode, server={"log": "json"}) as gateway:
+            _, writer = await gateway.connect()
+            writer.write(whole("held"))
+            await eventually(lambda: replica.exchanges)
+            await asyncio.sleep(0.1)
+            writer.close()
+            (record,) = await Log(capsysbinary).settled(1)
+            assert (record.status, record.outcome, record.ttft_seconds) == (0, "client_left", None)
 
 
 async def test_a_client_that_never_finishes_leaves_one_record(mode: str, capsysbinary) -> None:
