@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import ssl
+from typing import Any
 
 import httpx
 
@@ -38,6 +39,26 @@ def new_client(
     )
 
 
+class Handshake:
+    """Closes a connection whose TLS handshake was cancelled: httpcore (1.0.9) closes one only when the handshake itself
+    fails, so a server that accepts and says nothing would keep a socket of ours for each question, until the garbage
+    collector comes."""
+
+    def __init__(self) -> None:
+        self._stream: Any = None
+
+    async def note(self, event: str, info: dict[str, Any]) -> None:
+        """httpcore's `trace` extension."""
+        if event == "connection.connect_tcp.complete":
+            self._stream = info["return_value"]
+        elif event == "connection.start_tls.complete":
+            self._stream = None
+
+    async def close(self) -> None:
+        if self._stream is not None:
+            await self._stream.aclose()
+
+
 async def fetch(
     client: httpx.AsyncClient, url: str, *, timeout_seconds: float, max_bytes: int, posting: bytes | None = None
 ) -> bytes:
@@ -45,7 +66,9 @@ async def fetch(
     another status, no server."""
     body = bytearray()
     method, headers = ("GET", None) if posting is None else ("POST", {"Content-Type": "application/json"})
-    question = client.stream(method, url, content=posting, headers=headers)
+    handshake = Handshake() if url.startswith("https:") else None
+    extensions = None if handshake is None else {"trace": handshake.note}
+    question = client.stream(method, url, content=posting, headers=headers, extensions=extensions)
     try:
         async with asyncio.timeout(timeout_seconds), question as response:
             if response.status_code != 200:
@@ -60,4 +83,7 @@ async def fetch(
         raise FetchFailed(f"no whole answer in {timeout_seconds:g} s") from None
     except httpx.HTTPError as error:
         raise FetchFailed(str(error).partition("\n")[0] or type(error).__name__) from error
+    finally:
+        if handshake is not None:
+            await handshake.close()
     return bytes(body)
