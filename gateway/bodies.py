@@ -1,8 +1,9 @@
 """Shapes of request bodies, as far as routing reads them: one typed decode finds the slices, and copies nothing.
 
-Fields that the key is made of are `Raw`: slices of the body. Fields whose wrong type must not spoil the rest are
-`object`. Everything not named here is skipped. These classes stay interpreted when the rest is compiled (see
-setup.py): msgspec builds its decoders from them.
+Every field is `Raw`, a slice of the body: the wrong type in one does not spoil the rest, and whatever it holds, nothing
+is built of it. Only lists of messages, items and parts become objects, one for each element, so a body may be read only
+where these are few (`prompt.py`). Everything not named here is skipped. These classes stay interpreted when the rest is
+compiled (see setup.py): msgspec builds its decoders from them.
 """
 
 from __future__ import annotations
@@ -15,20 +16,20 @@ EMPTY = Raw(b"")
 
 
 class Named(Struct):
-    model: object = None
+    model: Raw = EMPTY
 
 
 class Common(Struct, kw_only=True):
-    """Fields that every generating endpoint shares. `object` where a wrong type must not spoil the rest."""
+    """Fields that every generating endpoint shares."""
 
-    model: object = None
-    stream: object = None
+    model: Raw = EMPTY
+    stream: Raw = EMPTY
     tools: Raw = EMPTY
-    cache_salt: object = None
-    prompt_cache_key: object = None
-    user: object = None
-    n: object = None
-    max_tokens: object = None
+    cache_salt: Raw = EMPTY
+    prompt_cache_key: Raw = EMPTY
+    user: Raw = EMPTY
+    n: Raw = EMPTY
+    max_tokens: Raw = EMPTY
     reasoning_effort: Raw = EMPTY
     chat_template: Raw = EMPTY
     chat_template_kwargs: Raw = EMPTY
@@ -48,7 +49,7 @@ class Message(Struct):
 
 class Chat(Common):
     messages: list[Message] = []
-    max_completion_tokens: object = None
+    max_completion_tokens: Raw = EMPTY
 
 
 class Completion(Common):
@@ -67,12 +68,18 @@ class Item(Struct):
     summary: Raw = EMPTY
 
 
+class ResponseIds(Struct):
+    """Stored responses that a Responses body names: the one that it continues, and what its own is to be called."""
+
+    previous_response_id: Raw = EMPTY
+    request_id: Raw = EMPTY
+
+
 class Responses(Common):
     input: Raw = EMPTY
     instructions: Raw = EMPTY
     reasoning: Raw = EMPTY
-    previous_response_id: object = None
-    max_output_tokens: object = None
+    max_output_tokens: Raw = EMPTY
 
 
 class Messages(Common):
@@ -84,7 +91,7 @@ class Messages(Common):
 class ContentPart(Struct):
     """A part of a message. Text and tool traffic count as themselves, everything else as a digest of its source."""
 
-    type: object = None
+    type: Raw = EMPTY
     text: Raw = EMPTY
     thinking: Raw = EMPTY
     name: Raw = EMPTY
@@ -102,9 +109,11 @@ class ContentPart(Struct):
 decode_named = msgspec.json.Decoder(Named).decode
 decode_chat = msgspec.json.Decoder(Chat).decode
 decode_completion = msgspec.json.Decoder(Completion).decode
+decode_response_ids = msgspec.json.Decoder(ResponseIds).decode
 decode_responses = msgspec.json.Decoder(Responses).decode
 decode_messages = msgspec.json.Decoder(Messages).decode
 decode_items = msgspec.json.Decoder(list[Item]).decode
 decode_parts = msgspec.json.Decoder(list[ContentPart]).decode
 decode_ids = msgspec.json.Decoder(list[int]).decode
 decode_any = msgspec.json.Decoder(list[Raw]).decode
+decode_text = msgspec.json.Decoder(str).decode

@@ -6,15 +6,16 @@ is equal bytes, and nothing is decoded or copied twice. What the model does not 
 settings) stays out; what changes the rendered beginning (`reasoning_effort`, template arguments) goes in first.
 Pictures and sounds enter as a digest. One typed decode finds the slices; the body itself is never changed.
 
-A body that is JSON but not of the expected shape is no error here: it gets no affinity, and the replica judges it.
+A body that is JSON but not of the expected shape is no error here: it gets no affinity, and the replica judges it. So
+does one that could consist of very many tiny elements: each would become an object a hundred times its size.
 """
 
 from __future__ import annotations
 
+import re
 from array import array
 from collections.abc import Iterable
 from enum import Enum
-from typing import Any
 
 import msgspec
 import xxhash
@@ -32,7 +33,9 @@ from gateway.bodies import (
     decode_messages,
     decode_named,
     decode_parts,
+    decode_response_ids,
     decode_responses,
+    decode_text,
 )
 from gateway.core import blocks
 from gateway.core.model import ReplicaId, RouteRequest, Space
@@ -40,10 +43,20 @@ from gateway.core.model import ReplicaId, RouteRequest, Space
 Part = bytes | Raw
 TURN = b"\x1e"
 FIELD = b"\x1f"
-OPEN_BRACKET, QUOTE = b'["'
+OPEN_BRACKET, QUOTE, MINUS, ZERO, NINE = b'["-09'
+FIRST_ELEMENT = re.compile(rb"\[[ \t\r\n]*([^ \t\r\n])")
 
 MAX_BLOCKS = 8_192
 """Blocks hashed of one prompt: 4 MiB of text, some million tokens. Beyond it a longer match changes no decision."""
+MAX_ELEMENTS = 65_536
+"""Messages, parts and prompts that are looked into, some 30 MB and 30 ms at most. They are not counted but bounded, by
+the brackets in the body, those in texts included: source code of a million tokens has fewer."""
+MANY_BYTES = 3 * MAX_ELEMENTS
+"""A shorter body cannot hold more: `{},` is the shortest element."""
+MAX_NESTED = 4
+"""Depth of content in content; Anthropic's tool results need 2. Each level reads what is inside it once more."""
+MAX_DIGITS = 18
+"""Of a number that counts something."""
 MEDIA_KEY_BYTES = 4_000
 """Key bytes that one picture or sound weighs: about 1,000 tokens, what vision models make of a picture."""
 
@@ -60,6 +73,10 @@ class Shape(Enum):
     FORM = "form"
     """multipart/form-data with a `model` field."""
     NONE = "none"
+
+
+class TooMany(Exception):
+    """More elements than are looked into."""
 
 
 class NotJson(Exception):
@@ -89,7 +106,7 @@ def parse(
     try:
         if read is not None:
             return read(body, block_bytes, session, pinned)
-    except msgspec.ValidationError:
+    except (msgspec.ValidationError, TooMany):
         pass  # JSON, but not as we know it
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
         raise NotJson(reason(error)) from error
@@ -98,13 +115,14 @@ def parse(
 
 def unshaped(body: bytes, session: str | None, pinned: ReplicaId | None) -> RouteRequest:
     """Only the model is known: no affinity."""
+    model = None
     try:
-        model = decode_named(body).model
+        model = text(decode_named(body).model)
     except msgspec.ValidationError:
-        model = None  # a list, a string, null: the replica will say what is wrong
+        pass  # a list, a string, null: the replica will say what is wrong
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
         raise NotJson(reason(error)) from error
-    return RouteRequest(model=text(model), length=len(body), session=session, streams=False, pinned=pinned)
+    return RouteRequest(model=model, length=len(body), session=session, streams=False, pinned=pinned)
 
 
 def reason(error: Exception) -> str:
@@ -115,24 +133,34 @@ def reason(error: Exception) -> str:
     return "The request body is not valid UTF-8."
 
 
+def bound_elements(body: bytes) -> None:
+    """Raises `TooMany`. Objects only: an element of another kind is not of the expected shape, and ends the reading."""
+    if len(body) > MANY_BYTES and body.count(b"{") > MAX_ELEMENTS:
+        raise TooMany
+
+
 def read_chat(body: bytes, block_bytes: int, session: str | None, pinned: ReplicaId | None) -> RouteRequest:
+    bound_elements(body)
     chat = decode_chat(body)
     key = Key()
     begin(key, chat)
     add_turns(key, chat.messages)
-    return finished(key, chat, chat.max_completion_tokens or chat.max_tokens, block_bytes, session, pinned)
+    most = count(chat.max_completion_tokens) or count(chat.max_tokens)
+    return finished(key, chat, most, block_bytes, session, pinned)
 
 
 def read_messages(body: bytes, block_bytes: int, session: str | None, pinned: ReplicaId | None) -> RouteRequest:
+    bound_elements(body)
     chat = decode_messages(body)
     key = Key()
     begin(key, chat, chat.thinking)
     add_content(key, chat.system)
     add_turns(key, chat.messages)
-    return finished(key, chat, chat.max_tokens, block_bytes, session, pinned)
+    return finished(key, chat, count(chat.max_tokens), block_bytes, session, pinned)
 
 
 def read_responses(body: bytes, block_bytes: int, session: str | None, pinned: ReplicaId | None) -> RouteRequest:
+    bound_elements(body)
     call = decode_responses(body)
     key = Key()
     begin(key, call, call.reasoning)
@@ -144,7 +172,7 @@ def read_responses(body: bytes, block_bytes: int, session: str | None, pinned: R
             key.pieces += (item.name, item.arguments, item.output, item.summary)
     else:
         key.pieces.append(call.input)
-    return finished(key, call, call.max_output_tokens, block_bytes, session, pinned)
+    return finished(key, call, count(call.max_output_tokens), block_bytes, session, pinned)
 
 
 def read_completion(body: bytes, block_bytes: int, session: str | None, pinned: ReplicaId | None) -> RouteRequest:
@@ -154,25 +182,43 @@ def read_completion(body: bytes, block_bytes: int, session: str | None, pinned: 
         add_prompt_list(key, call.prompt)
     else:
         key.pieces.append(call.prompt)
-    return finished(key, call, call.max_tokens, block_bytes, session, pinned)
+    return finished(key, call, count(call.max_tokens), block_bytes, session, pinned)
 
 
 def add_prompt_list(key: Key, prompt: Raw) -> None:
     """A list of token ids, or a batch: the first prompt is the key, the others count as work."""
+    found = FIRST_ELEMENT.match(memoryview(prompt))
+    assert found is not None  # it is JSON
+    first = found[1][0]
+    if first == MINUS or ZERO <= first <= NINE:
+        key.space = Space.TOKENS
+        key.pieces.append(token_bytes(decode_ids(prompt)))
+        return
+    bound_prompts(prompt, first)
     prompts = decode_any(prompt)
     if not prompts:
         return
-    if is_list(prompts[0]):
+    if first == OPEN_BRACKET:
         ids = [decode_ids(one) for one in prompts]
         key.space = Space.TOKENS
         key.pieces.append(token_bytes(ids[0]))
         key.extra += sum(4 * len(one) for one in ids[1:])
-    elif memoryview(prompts[0])[0] == QUOTE:
+    elif first == QUOTE:
         key.pieces.append(prompts[0])
         key.extra += sum(memoryview(one).nbytes for one in prompts[1:])
     else:
-        key.space = Space.TOKENS
-        key.pieces.append(token_bytes(decode_ids(prompt)))
+        raise msgspec.ValidationError("neither ids nor texts")
+
+
+def bound_prompts(prompt: Raw, first: int) -> None:
+    """Raises `TooMany`. Lists begin with a bracket, texts with a quote that no backslash precedes."""
+    if memoryview(prompt).nbytes <= MANY_BYTES:
+        return
+    source = bytes(prompt)
+    lists = source.count(b"[")
+    texts = source.count(b'"') - source.count(b'\\"')
+    if max(lists, texts) > MAX_ELEMENTS or first not in (OPEN_BRACKET, QUOTE):
+        raise TooMany
 
 
 def token_bytes(ids: list[int]) -> bytes:
@@ -214,15 +260,15 @@ def add_turns(key: Key, messages: Iterable[Message]) -> None:
                 pieces += (FIELD, piece)
 
 
-def add_content(key: Key, content: Raw) -> None:
+def add_content(key: Key, content: Raw, depth: int = 1) -> None:
     """A string as it is, or a list of parts: one text part makes the same key as the plain string."""
-    if not is_list(content):
+    if not is_list(content) or depth > MAX_NESTED:
         key.pieces.append(content)
         return
     for part in decode_parts(content):
         key.pieces += (part.text, part.thinking, part.name, part.input, part.tool_use_id)
         if part.content is not EMPTY:
-            add_content(key, part.content)
+            add_content(key, part.content, depth + 1)
         for media in (part.image_url, part.source, part.input_audio, part.video_url, part.audio_url, part.file):
             if media is not EMPTY:
                 key.pieces += (FIELD, xxhash.xxh3_128_digest(media))
@@ -230,7 +276,7 @@ def add_content(key: Key, content: Raw) -> None:
 
 
 def finished(
-    key: Key, body: Common, max_tokens: object, block_bytes: int, session: str | None, pinned: ReplicaId | None
+    key: Key, body: Common, max_tokens: int | None, block_bytes: int, session: str | None, pinned: ReplicaId | None
 ) -> RouteRequest:
     joined = b"".join(key.pieces)
     model = text(body.model)
@@ -241,9 +287,9 @@ def finished(
         length=len(joined) + key.extra,
         space=key.space,
         session=session or text(body.prompt_cache_key) or text(body.user),
-        max_output_tokens=count(max_tokens),
+        max_output_tokens=max_tokens,
         samples=count(body.n) or 1,
-        streams=body.stream is True,
+        streams=body.stream is not EMPTY and bytes(memoryview(body.stream)[:5]) == b"true",
         pinned=pinned,
     )
 
@@ -253,20 +299,29 @@ def is_list(value: Raw) -> bool:
     return value is not EMPTY and memoryview(value)[0] == OPEN_BRACKET
 
 
-def text(value: Any) -> str | None:
-    return value if isinstance(value, str) else None
+def text(value: Raw) -> str | None:
+    """The string, if it is one."""
+    return decode_text(value) if value is not EMPTY and memoryview(value)[0] == QUOTE else None
 
 
-def count(value: Any) -> int | None:
-    return value if type(value) is int and value > 0 else None
-
-
-def previous_response(body: bytes) -> str | None:
-    """`previous_response_id` of a Responses body, if it names one."""
-    try:
-        return text(decode_responses(body).previous_response_id)
-    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
+def count(value: Raw) -> int | None:
+    """The number, if it is one that counts something."""
+    if value is EMPTY:
         return None
+    source = bytes(memoryview(value)[: MAX_DIGITS + 1])
+    return int(source) or None if source.isdigit() and len(source) <= MAX_DIGITS else None
+
+
+def response_ids(body: bytes) -> tuple[str | None, str | None]:
+    """Of a Responses body: the id of the response that it continues, and the id that it wants for its own. Raises
+    `NotJson`."""
+    try:
+        ids = decode_response_ids(body)
+        return text(ids.previous_response_id), text(ids.request_id)
+    except msgspec.ValidationError:
+        return None, None  # no object
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
+        raise NotJson(reason(error)) from error
 
 
 def form_model(body: bytes) -> str | None:

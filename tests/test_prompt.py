@@ -180,3 +180,57 @@ FIELDS = ["model", "messages", "prompt", "input", "tools", "system", "instructio
 @settings(max_examples=500)
 def test_json_of_any_shape_is_read(body: dict[str, Any], shape: Shape) -> None:
     assert read(body, shape).length >= 0
+
+
+MANY = 70_000
+"""Elements, more than are looked into."""
+
+
+@pytest.mark.parametrize(
+    ("shape", "body"),
+    [
+        (Shape.CHAT, b'{"model":"m","messages":[%b{}]}' % (b"{}," * MANY)),
+        (Shape.CHAT, b'{"model":"m","messages":[{"role":"user","content":[%b{}]}]}' % (b"{}," * MANY)),
+        (Shape.MESSAGES, b'{"model":"m","messages":[%b{}]}' % (b"{ } ," * MANY)),
+        (Shape.RESPONSES, b'{"model":"m","input":[%b{}]}' % (b"{}," * MANY)),
+        (Shape.COMPLETION, b'{"model":"m","prompt":[%b[1]]}' % (b"[1]," * MANY)),
+        (Shape.COMPLETION, b'{"model":"m","prompt":[ %b""]}' % (b'"" , ' * MANY)),
+        (Shape.COMPLETION, b'{"model":"m","prompt":[%b""]}' % (b'"\\\\",' * MANY)),
+        (Shape.COMPLETION, b'{"model":"m","prompt":[%b null]}' % (b"null," * MANY)),
+    ],
+)
+def test_too_many_elements_are_not_looked_into(monkeypatch: pytest.MonkeyPatch, shape: Shape, body: bytes) -> None:
+    for name in ("decode_chat", "decode_messages", "decode_responses", "decode_parts", "decode_items", "decode_any"):
+        monkeypatch.setattr(f"gateway.prompt.{name}", refuse_to_decode)
+    request = read(body, shape)
+    assert (request.model, request.length) == ("m", len(body))
+    assert request.blocks == ()
+
+
+def refuse_to_decode(source: Any) -> None:
+    raise AssertionError("one object for each element")
+
+
+@pytest.mark.parametrize("field", ["model", "stream", "user", "n", "max_tokens", "cache_salt", "prompt_cache_key"])
+def test_fields_of_a_wrong_type_spoil_nothing(field: str) -> None:
+    body = chat(LONG, **{field: [{}, {}]})
+    assert len(read(body).blocks) > 10
+    assert read(body, Shape.PLAIN).model == (None if field == "model" else "m")
+
+
+def test_long_conversations_and_long_prompts_are_looked_into() -> None:
+    turns = [f'turn {at}: {{"tool": {{"output": [{{}}]}}}} ' * 5 for at in range(2_000)]
+    whole, before = read(chat(LONG, *turns)), read(chat(LONG, *turns[:-1]))
+    assert shared(whole, before) == len(before.blocks) > 5_000
+    ids = read({"model": "m", "prompt": list(range(1_000, 131_000))}, Shape.COMPLETION)
+    assert (ids.space, ids.length) == (Space.TOKENS, 4 * 130_000)
+    batch = read({"model": "m", "prompt": ['say "x" ' * 5_000] * 10}, Shape.COMPLETION)
+    assert len(batch.blocks) > 100
+
+
+def test_content_in_content_is_followed_to_a_depth() -> None:
+    def nested(depth: int) -> list[Any]:
+        return [{"type": "tool_result", "content": nested(depth - 1) if depth else LONG}]
+
+    assert read(chat(nested(1))).blocks == read(chat(nested(2))).blocks
+    assert read(chat(nested(300))).length > len(LONG)

@@ -201,16 +201,24 @@ class FrontDoor:
         if forwarding.encoded:
             return RouteRequest(length=len(call.body))  # passed as it is, without affinity
         shape = call.endpoint.shape
-        owned = call.response_id or (prompt.previous_response(call.body) if shape is Shape.RESPONSES else None)
-        if owned is not None and call.caller is not None and self.router.is_foreign(owned, call.caller.key.tenant):
-            raise NotFound("There is no stored response with this id.")
-        pinned = self.router.owner(owned) if owned is not None else None
         try:
+            pinned = self._pinned(call)
             return prompt.parse(
                 call.body, shape, block_bytes=self._block_bytes, session=forwarding.session, pinned=pinned
             )
         except prompt.NotJson as error:
             raise BadBody(str(error)) from error
+
+    def _pinned(self, call: Call) -> ReplicaId | None:
+        """Who keeps the stored response that the call is about. Raises `NotFound` for what is another tenant's."""
+        owned, wanted = call.response_id, None
+        if owned is None and call.endpoint.shape is Shape.RESPONSES:
+            owned, wanted = prompt.response_ids(call.body)
+        if call.caller is not None:
+            for named in (owned, wanted):
+                if named is not None and self.router.is_foreign(named, call.caller.key.tenant):
+                    raise NotFound("There is no stored response with this id.")
+        return self.router.owner(owned) if owned is not None else None
 
     async def _attempts(
         self,
