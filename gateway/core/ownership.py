@@ -38,6 +38,9 @@ class Ownership:
         return found is not None and found[1] != tenant
 
     def own(self, id: str, replica: ReplicaId, tenant: str = "") -> None:
+        """What another tenant made stays that tenant's, whatever a replica answers to this one."""
+        if self.is_foreign(id, tenant):
+            return
         self._owners[id] = (replica, tenant)
         self._owners.move_to_end(id)
         if len(self._owners) > self._max_ids:

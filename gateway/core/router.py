@@ -220,7 +220,7 @@ class Router:
         return self._ownership.is_foreign(id, tenant)
 
     def own(self, id: str, replica: ReplicaId, tenant: str = "") -> None:
-        """`replica` has stored a response under `id`."""
+        """`replica` has stored a response under `id`. Changes nothing when that is known to be another tenant's."""
         self._ownership.own(id, replica, tenant)
 
     def reconsider(self, decision: Decision, now: float, policy: Policy) -> Decision:

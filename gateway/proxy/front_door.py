@@ -300,7 +300,7 @@ class FrontDoor:
             return relay.error
         note_answer(record, relay, call)
         self._note(record, relay, outcome, usage)
-        if relay.response_id is not None:
+        if relay.response_id is not None and 200 <= relay.status < 300:
             self.router.own(relay.response_id, decision.replica, flight.decision.request.tenant)
         return None
 

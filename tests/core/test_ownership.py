@@ -22,3 +22,14 @@ def test_forgets_the_least_recently_stored() -> None:
         ownership.own(id, A)
     assert [ownership.owner(id) for id in ("1", "2", "3", "4")] == [A, None, A, A]
     assert len(ownership) == 3
+
+
+def test_nobody_takes_what_another_tenant_made() -> None:
+    ownership = Ownership()
+    ownership.own("resp_1", A, "alice-co")
+    ownership.own("resp_1", B, "bob-co")
+    assert ownership.owner("resp_1") == A
+    assert not ownership.is_foreign("resp_1", "alice-co")
+    assert ownership.is_foreign("resp_1", "bob-co")
+    ownership.own("resp_1", B, "alice-co")
+    assert ownership.owner("resp_1") == B

@@ -588,6 +588,26 @@ async def test_stored_responses_belong_to_their_tenant(guarded: Guarded) -> None
             assert (await gateway.client.request(method, path, json=body)).status_code == 200
 
 
+@pytest.mark.parametrize("name", ["request_id", "request\\u005fid"])
+async def test_nobody_takes_the_id_of_anothers_response(guarded: Guarded, name: str) -> None:
+    """vLLM calls a response what the body's `request_id` says."""
+
+    async def script(exchange: Exchange) -> None:
+        await exchange.answer(RESPONSE, status="200 OK" if exchange.number == 2 else "500 Internal Server Error")
+
+    body = b'{"model":"m","input":"x","store":false,"%b":"resp_1"}' % name.encode()
+    async with ScriptedReplica(script).running() as replica, guarded(replica) as gateway:
+        path, stored = "/v1/responses", "/v1/responses/resp_1"
+        failed = await gateway.client.post(path, content=body, headers=as_bob())
+        assert failed.status_code == 500
+        assert (await gateway.client.post(path, content=body)).status_code == 200, "a failed one belongs to nobody"
+        assert (await gateway.client.post(path, content=body, headers=as_bob())).status_code == 404
+        assert (await gateway.client.get(stored, headers=as_bob())).status_code == 404
+        assert len(replica.exchanges) == 2
+        await gateway.client.get(stored)
+        assert len(replica.exchanges) == 3
+
+
 async def test_the_dry_run_answers_for_the_key_that_asks(guarded: Guarded) -> None:
     body = {"model": "m", "messages": [{"role": "user", "content": "x" * 9_000}]}
 
