@@ -4,9 +4,11 @@
 
 Facts about replicas come in from the side (`feeds`), never through here. A second attempt happens only while nothing
 has reached the client: on another replica when the first could not be connected, or, for stateless requests, when its
-engine said that it shuts down, or (once, within a budget) its connection was lost before it answered; on the same
-replica when a *reused* connection turned out to be dead, which says nothing about the replica. A client that leaves
-cancels its exchange, in whatever phase it is, and so does the deadline of a request that has one.
+engine said that it shuts down, or its connection was lost before it answered; on the same replica when that was a
+*reused* one, which as a rule was dead already and says nothing about the replica. After a loss the replica may have
+begun, and may have died of it: whichever way, a request gets past one loss only, within a budget, and is never begun
+more than twice. A client that leaves cancels its exchange, in whatever phase it is, and so does the deadline of a
+request that has one.
 """
 
 from __future__ import annotations
@@ -42,6 +44,7 @@ from gateway.proxy.errors import (
     NotFound,
     OutOfSockets,
     Overloaded,
+    TlsFailed,
     UpstreamError,
     answer,
     code_of,
@@ -60,6 +63,7 @@ REQUEST_ID = re.compile(rb"[A-Za-z0-9_.:/+=@-]{1,128}")
 KEPT_CONNECTION = "kept"
 REPLAY_CAUSES: dict[type[UpstreamError], str] = {
     ConnectFailed: "unreachable",
+    TlsFailed: "unreachable",
     ConnectionLost: "lost",
     EngineDraining: "draining",
 }
@@ -92,6 +96,10 @@ class Call:
     """Its deadline has passed, and cancelled the exchange."""
     caller: Caller | None = None
     """Whose key it came with; `None` while nobody is asked for one."""
+    lost: UpstreamError | None = None
+    """How it was first lost unanswered, perhaps by a replica that had begun with it: once more is all it gets."""
+    replayed: bool = False
+    """It got that, out of the budget."""
 
 
 class FrontDoor:
@@ -161,7 +169,7 @@ class FrontDoor:
                 raise
             self._refuse(client, call, DeadlineExceeded("The request was not finished in its time."), record)
         except KNOWN as error:
-            self._refuse(client, call, error, record)
+            self._refuse(client, call, honest(call, error), record)
         except Exception:  # a bug: reported where exchanges end, but this client must not wait for ever
             record.outcome = Outcome.FAILED.value
             client.abort()
@@ -169,7 +177,7 @@ class FrontDoor:
         finally:
             if timer is not None:
                 timer.cancel()
-            call.exchange = None
+            call.exchange = call.lost = None
             if ticket is not None:
                 self.gate.leave(ticket)
             if stay is not None:
@@ -232,7 +240,6 @@ class FrontDoor:
         """Until one attempt has reached the client. `bound`: the gate has decided and started the first already."""
         excluded: set[ReplicaId] = set()
         last_error: UpstreamError | None = None
-        replayed = False
         try:
             while True:
                 try:
@@ -246,24 +253,23 @@ class FrontDoor:
                 last_error = await self._attempt(call, flight, lines, client, record)
                 if last_error is None:
                     return
-                if last_error.executed:
-                    if replayed or not self._may_replay(call, last_error):
-                        raise last_error
-                    replayed = True
+                if last_error.executed and not self._may_replay(call, last_error):
+                    raise last_error
                 excluded.add(flight.replica)
                 bound = None
         finally:
-            if replayed:
+            if call.replayed:
                 self.replays.give_back()
 
     def _may_replay(self, call: Call, error: UpstreamError) -> bool:
-        """Whether what may have been begun may be begun once more. If so, the budget is charged."""
-        if not (error.replayable and self._is_movable(call)):
+        """Whether what may have been begun may be begun once more: once, and if so the budget is charged."""
+        if call.lost is not None or not (error.replayable and self._is_movable(call)):
             return False
-        if self.replays.take():
-            return True
-        self.telemetry.replay_refused()
-        return False
+        call.lost = error
+        call.replayed = self.replays.take()
+        if not call.replayed:
+            self.telemetry.replay_refused()
+        return call.replayed
 
     def _is_movable(self, call: Call) -> bool:
         return call.endpoint.stateless and self._upstream_config.replay
@@ -314,9 +320,10 @@ class FrontDoor:
             (b"x-warmlane-replica", upstream.name),
             (b"x-warmlane-cached-tokens", b"%d" % flight.decision.cached_tokens),
         ]
-        # A kept connection may be dead, and what makes state must not be sent twice: it always gets a new one.
+        # A kept connection may be dead. What makes state must not be sent twice, and what was lost before has no third
+        # chance: those get a new one.
         movable = self._is_movable(call)
-        kept = upstream.lease() if movable else None
+        kept = upstream.lease() if movable and call.lost is None else None
         connection = kept or await self._connect(upstream)
         while True:
             relay = Relay(
@@ -345,12 +352,12 @@ class FrontDoor:
                 relay.failed(DeadlineExceeded("The request was not finished in its time."))
                 return relay
             if complete or not (
-                connection.reused and isinstance(relay.error, ConnectionLost) and relay.error.replayable
+                connection.reused and isinstance(relay.error, ConnectionLost) and self._may_replay(call, relay.error)
             ):
                 return relay
-            # The replica had closed this kept connection before our bytes came: a fresh one, once.
-            self.telemetry.replayed(KEPT_CONNECTION)
+            # As a rule the replica had closed this kept connection before our bytes came, but nothing proves it.
             connection = await self._connect(upstream)
+            self.telemetry.replayed(KEPT_CONNECTION)
 
     async def _connect(self, upstream: Upstream) -> Connection:
         """A new connection, made by a task of its own: time-outs need one."""
@@ -468,6 +475,12 @@ def end_overdue(call: Call) -> None:
     if call.exchange is not None:
         call.overdue = True
         call.exchange.cancel()
+
+
+def honest(call: Call, error: Exception) -> Exception:
+    """What the client is told. That nobody else could be asked must not hide that the request may have been begun."""
+    begun = isinstance(error, UpstreamError) and error.executed
+    return error if begun or call.lost is None else call.lost
 
 
 def blame_outcome(error: Exception) -> Outcome:

@@ -1,4 +1,4 @@
-"""Second attempts after a connection was lost: allowed at all, and how many may run at once.
+"""Second attempts after a connection was lost, a kept one too: allowed at all, and how many may run at once.
 
 A replay is work that may be done twice. When one replica dies, a few requests go to the others; when the network or
 the fleet is in trouble, everybody's requests would, and the trouble would grow. So replays that run are limited to a

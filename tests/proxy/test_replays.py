@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import re
 
@@ -129,6 +130,66 @@ async def test_replays_are_counted_by_their_cause(mode: str) -> None:
             for number in range(4):
                 assert (await gateway.chat(f"{number}")).status_code == 200
             assert (await counted(gateway, "warmlane_replays_total"))['{cause="kept"}'] >= 1
+
+
+# -- requests that kill who runs them
+
+
+@pytest.mark.parametrize("dies", [True, False])
+@pytest.mark.parametrize("kept", [True, False])
+async def test_a_request_that_kills_its_replica_is_begun_twice_at_most(mode: str, kept: bool, dies: bool) -> None:
+    """O-05: a kept connection that is lost may have carried it, whatever the attempts after it say."""
+    begun: list[ScriptedReplica] = []
+    replicas: list[ScriptedReplica] = []
+    full = asyncio.Event()
+
+    async def script(exchange: Exchange) -> None:
+        if b"poison" in exchange.body:
+            here = next(one for one in replicas if any(exchange is other for other in one.exchanges))
+            begun.append(here)
+            if dies and here._server is not None:
+                here._server.close()
+            exchange.reset()
+            return
+        if sum(len(one.exchanges) for one in replicas) >= 10:
+            full.set()
+        await full.wait()
+        await exchange.answer(ANSWER)
+
+    replicas += [ScriptedReplica(script) for _ in range(5)]
+    async with contextlib.AsyncExitStack() as stack:
+        for replica in replicas:
+            await stack.enter_async_context(replica.running())
+        routing = {"policy": "round-robin"}
+        async with running_gateway(*replicas, mode=mode, routing=routing) as gateway:
+            if kept:
+                answers = await asyncio.gather(*(gateway.chat(f"{number}") for number in range(10)))
+                assert {answer.status_code for answer in answers} == {200}
+            response = await gateway.chat("poison")
+            assert (response.status_code, response.json()["error"]["code"]) == (502, "replica_connection_lost")
+            assert len(begun) == 2
+
+
+async def test_a_loss_is_not_hidden_by_the_refusals_after_it(mode: str) -> None:
+    """O-05: 503 would say that nothing was begun."""
+    replicas: list[ScriptedReplica] = []
+
+    async def script(exchange: Exchange) -> None:
+        if b"last" in exchange.body:
+            for one in replicas:
+                assert one._server is not None
+                one._server.close()
+            exchange.reset()
+        else:
+            await exchange.answer(ANSWER)
+
+    replicas += [ScriptedReplica(script) for _ in range(2)]
+    async with replicas[0].running(), replicas[1].running():
+        async with running_gateway(*replicas, mode=mode) as gateway:
+            assert (await gateway.chat("first")).status_code == 200
+            response = await gateway.chat("last")
+            assert (response.status_code, response.json()["error"]["code"]) == (502, "replica_connection_lost")
+            assert sum(b"last" in one.body for replica in replicas for one in replica.exchanges) == 1
 
 
 # -- engines that shut down
