@@ -6,6 +6,7 @@ hollow: those that were refused are in no time, so the line looks better than it
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -45,12 +46,12 @@ def problem(path: Path, find: Callable[[str], object | None] = find_spec) -> str
     if not path.absolute().parent.is_dir():
         return f"{path}: there is no such folder"
     if find("matplotlib") is None:
-        return "needs matplotlib: pip install 'warmlane[plot]'"
+        return f"needs matplotlib: {sys.executable} -m pip install matplotlib"
     return None
 
 
-def draw(reports: Sequence[Report], path: Path) -> None:
-    """Draw the reports, one for each load. Raises OSError."""
+def draw(reports: Sequence[Report], path: Path, subject: str) -> None:
+    """Draw the reports about one `subject`, one for each load. Raises OSError."""
     import matplotlib
     from matplotlib.figure import Figure
 
@@ -61,14 +62,14 @@ def draw(reports: Sequence[Report], path: Path) -> None:
         panels = figure.subplots(1, len(PANELS))
         for axes, (title, field) in zip(panels, PANELS, strict=True):
             draw_panel(axes, reports, title, field)
-        write_heading(figure, reports)
+        write_heading(figure, reports, subject)
         figure.savefig(path, metadata={"Date": None} if path.suffix.lower() == ".svg" else None)
 
 
-def write_heading(figure: Figure, reports: Sequence[Report]) -> None:
+def write_heading(figure: Figure, reports: Sequence[Report], subject: str) -> None:
     first = reports[0]
     seeds = f", mean of {first.seeds} seeds" if first.seeds > 1 else ""
-    figure.text(0.06, 0.945, "Time to first token", fontsize=13, fontweight="bold")
+    figure.text(0.06, 0.945, f"Time to first token: {subject}", fontsize=13, fontweight="bold")
     figure.text(0.06, 0.9, f"{first.requests:,} requests{seeds}; waiting in the gateway included", color="#555555")
     rows = [row for report in reports for row in report.rows]
     if any(row.shed_pct >= SHED_PCT for row in rows):
@@ -80,6 +81,7 @@ def draw_panel(axes: Axes, reports: Sequence[Report], title: str, field: str) ->
     from matplotlib.ticker import LogLocator
 
     axes.set_title(title, loc="left", fontsize=10)
+    axes.set_title("seconds, log scale", loc="right", fontsize=8, color="#555555")
     axes.set_yscale("log")
     axes.set_xlabel("load: offered input tokens / what all replicas prefill uncached")
     axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))

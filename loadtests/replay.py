@@ -163,6 +163,13 @@ def source_of(options: Options) -> traces.Source:
         refuse("trace", str(error))
 
 
+def subject_of(options: Options) -> str:
+    """What was replayed, and on what: the title of a plot."""
+    traffic = options.synthetic if options.trace is None else options.trace.name
+    loop = ", closed loop" if options.closed_loop else ""
+    return f"{traffic}, {options.replicas} replica{'s' if options.replicas > 1 else ''}{loop}"
+
+
 # ---- the run -------------------------------------------------------------------------------------------------------
 
 
@@ -176,7 +183,7 @@ def run(options: Options) -> str:
         found = report.compare(source, plans, tell)
     if options.plot is not None:
         try:
-            plot.draw(found, options.plot)
+            plot.draw(found, options.plot, subject_of(options))
         except OSError as error:
             refuse("plot", f"{options.plot}: {error.strerror or error}")
     return report.as_json(found) if options.as_json else report.as_tables(found)

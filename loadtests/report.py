@@ -30,6 +30,7 @@ from loadtests.traces import Source, Trace
 
 BOUND = "bound"
 BOUND_POLICY = "least-work"
+CLOSED_LOOP_NOTE = "bound: no bound here, since faster answers bring the next requests sooner"
 ENDLESS_TOKENS = 1_000_000_000
 """KV cache of a replica in the bound: never full."""
 NEVER = 1_000_000_000
@@ -347,6 +348,11 @@ def as_table(report: Report) -> str:
             f"at load {bound.load:.2f}{seeds}; TTFT in seconds, from arrival at the gateway",
             f"ceiling: one LRU cache of all replicas' size hits {ceiling:.1f} % of the input tokens, "
             f"an endless one {bound.hit_pct:.1f} %",
+            *(
+                ["bound: no bound here, since faster answers bring the next requests sooner"]
+                if report.closed_loop
+                else []
+            ),
             "",
             *table,
         ]

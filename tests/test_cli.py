@@ -261,6 +261,23 @@ def test_up_starts_as_many_replicas_as_asked_and_beats_the_file(start, tmp_path)
     assert '{"' not in up.out.partition("print(")[2], "the log is off"
 
 
+def test_standard_output_of_up_can_be_replayed_as_it_is(start, tmp_path):
+    file = tmp_path / "warmlane.toml"
+    file.write_text("[server]\nlog_blocks = true\n")
+    up = start("up", "--config", str(file), "--port", "0")
+    up.wait_for(lambda: "print(" in up.out)
+    url = re.search(r"serves (\S+) in", up.out)[1]
+    for _ in range(3):
+        assert httpx.post(f"{url}/v1/chat/completions", json=BODY).status_code == 200
+    assert up.stop() == 0
+    log = tmp_path / "log.jsonl"
+    log.write_text(up.out)
+    replayed = run("replay", "--trace", str(log), "--replicas", "2", "--load", "recorded", "--policy", "cache-cost")
+    assert (replayed.returncode, replayed.stdout.split()[0]) == (0, b"3"), replayed.stderr
+    assert b"lines of the log left out because they are not JSON objects: " in replayed.stderr
+    assert b"no prefixes" not in replayed.stderr
+
+
 def test_sigterm_while_replicas_start_ends_them_too(start):
     up = start("up", "--port", "0", "--replicas", "2")
     up.wait_for(lambda: processes_with("workers.sim_replica") and children(up.process.pid))

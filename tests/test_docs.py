@@ -21,6 +21,7 @@ from gateway.config import Config, load
 from gateway.core.admission import ShedReason
 from gateway.core.model import HealthState, Outcome, Reason
 from gateway.core.settings import POLICY_NAMES
+from gateway.proxy.endpoints import ENDPOINTS
 from gateway.request_log import RequestRecord
 from gateway.telemetry import FAMILIES
 
@@ -28,6 +29,8 @@ ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 METRICS = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
 CONFIGURATION = (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8")
+PRESETS = (ROOT / "docs" / "presets.md").read_text(encoding="utf-8")
+CLIENTS = (ROOT / "docs" / "clients.md").read_text(encoding="utf-8")
 START_SECONDS = 60.0
 
 
@@ -207,6 +210,37 @@ def test_every_endpoint_of_the_readme_answers(gateway):
         method, path = names(row[0])[0].split()
         body = b'{"model": "embedded", "messages": []}' if method == "POST" else None
         assert httpx.request(method, f"{gateway}{path}", content=body).status_code == 200, path
+
+
+def test_what_the_embedded_replica_lacks_is_documented_and_answered_like_vllm(gateway):
+    section = PRESETS.partition("## The embedded replica")[2].partition("\n## ")[0]
+    lacking = []
+    for path in sorted(endpoint.path for endpoint in ENDPOINTS.values()):
+        answer = httpx.post(f"{gateway}{path}", json={"model": "embedded"})
+        if answer.status_code == 404:
+            assert answer.json() == {"detail": "Not Found"}
+            lacking.append(path)
+    assert lacking == sorted(name for name in names(section) if re.fullmatch(r"/[a-z0-9/]+", name))
+
+
+def test_the_replay_of_the_readme_runs():
+    commands = re.findall(r"^    \.venv/bin/warmlane (replay .*)$", README, re.MULTILINE)
+    assert len(commands) == 1
+    program = [sys.executable, "-c", "from gateway.cli import main; main()", *commands[0].split(), "--limit", "50"]
+    assert b"cache-cost" in subprocess.run(program, capture_output=True, timeout=START_SECONDS, check=True).stdout
+
+
+def test_the_clients_of_the_readme_are_set_as_they_were_run():
+    """Each word of code with an address, a key or a name in it stands on the page of the clients too."""
+    table = README.partition("| tool | setting |")[2].partition("\n\n")[0]
+    page = " ".join(CLIENTS.split())
+    found = [line.strip("| ").split(" | ") for line in table.splitlines() if line.startswith("| ")]
+    assert len(found) >= 8
+    for tool, setting in found:
+        assert tool.casefold() in page.casefold()
+        for code in names(setting):
+            for word in re.split(r" (?=[A-Z_]+=|aider|claude)", code):
+                assert word in page or word.replace("=", " = ", 1) in page, (tool, word)
 
 
 def test_the_examples_are_there():

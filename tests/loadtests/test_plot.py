@@ -24,29 +24,31 @@ def reports() -> list[Report]:
 @pytest.mark.parametrize("count", [1, 2])
 def test_the_svg_names_every_policy_as_text(tmp_path: Path, reports: list[Report], count: int):
     path = tmp_path / "plot.svg"
-    draw(reports[:count], path)
+    draw(reports[:count], path, "hot-prompt, 2 replicas")
     words = re.findall(r">([^<>]+)</text>", path.read_text())
     for name in (*POLICY_NAMES, BOUND):
         assert words.count(name) == 2, "once in each panel"
     assert {"mean", "99th percentile", "0.5"} <= set(words)
     assert ("1" in words) == (count == 2)
+    assert "Time to first token: hot-prompt, 2 replicas" in words
+    assert words.count("seconds, log scale") == 2
 
 
 def test_equal_reports_are_equal_files(tmp_path: Path, reports: list[Report]):
     for name in ("one.svg", "two.svg"):
-        draw(reports, tmp_path / name)
+        draw(reports, tmp_path / name, "traffic")
     assert (tmp_path / "one.svg").read_bytes() == (tmp_path / "two.svg").read_bytes()
 
 
 def test_the_png_is_one(tmp_path: Path, reports: list[Report]):
-    draw(reports, tmp_path / "plot.png")
+    draw(reports, tmp_path / "plot.png", "traffic")
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_markers_are_explained_only_where_requests_were_shed(tmp_path: Path, reports: list[Report]):
     shed = replace(reports[0], rows=tuple(replace(row, shed_pct=9.0) for row in reports[0].rows))
     for report, expected in ((reports[0], False), (shed, True)):
-        draw([report], tmp_path / "plot.svg")
+        draw([report], tmp_path / "plot.svg", "traffic")
         assert ("hollow" in (tmp_path / "plot.svg").read_text()) == expected
 
 
@@ -54,7 +56,7 @@ def test_a_policy_without_times_is_left_out(tmp_path: Path, reports: list[Report
     """Everything was shed: no time, and no logarithm of it."""
     first, *others = reports[0].rows
     nothing = replace(first, ttft_mean_s=0.0, ttft_p99_s=0.0)
-    draw([replace(reports[0], rows=(nothing, *others))], tmp_path / "plot.svg")
+    draw([replace(reports[0], rows=(nothing, *others))], tmp_path / "plot.svg", "traffic")
     assert f">{first.policy}</text>" not in (tmp_path / "plot.svg").read_text()
 
 
@@ -72,4 +74,4 @@ def test_what_cannot_be_drawn_is_said_at_once(tmp_path: Path):
 
 
 def test_without_matplotlib_the_way_to_get_it_is_said(tmp_path: Path):
-    assert "pip install 'warmlane[plot]'" in (problem(tmp_path / "plot.png", find=lambda name: None) or "")
+    assert "python -m pip install matplotlib" in (problem(tmp_path / "plot.png", find=lambda name: None) or "")

@@ -286,6 +286,7 @@ def test_a_closed_loop_offers_no_more_than_is_answered():
             assert row.hit_pct + row.lost_new_pct <= 100.0 + 1e-9
             assert row.throughput_rps > 0
     assert "in a closed loop" in as_table(reports[1])
+    assert ["no bound here" in as_table(report) for report in reports] == [False, True]
 
 
 def test_the_command_line_knows_closed_loops_and_several_gateways(capsys):
