@@ -15,6 +15,8 @@ BYTES_A_TOKEN = 4
 BYTES_A_STREAMED_TOKEN = 200
 """vLLM's event for one token of a chat has 180 to 260 bytes. Counts answers whose client does not ask for usage, or
 leaves before it comes: neither is a way around the limit."""
+TOKENS_A_SECOND = 100
+"""Of one answer: counts one that was not streamed and not waited for, where the request set no bound."""
 BUSY_RETRY_SECONDS = 1.0
 """When a request of the same key ends nobody knows."""
 
@@ -105,12 +107,14 @@ class Caller:
 class Stay:
     """One request that was let in, until `leave`. Leaving twice is harmless."""
 
-    __slots__ = ("_caller", "_tokens", "reserved")
+    __slots__ = ("_caller", "_tokens", "most_tokens", "reserved")
 
     def __init__(self, caller: Caller, reserved: int, tokens: Bucket | None) -> None:
         self._caller: Caller | None = caller
         self._tokens = tokens
         self.reserved = reserved
+        self.most_tokens: int | None = None
+        """That its answer may have, where the request says so."""
 
     def leave(self, used_tokens: int, now: float) -> None:
         caller, self._caller = self._caller, None
@@ -127,11 +131,20 @@ def bucket(before: Bucket | None, per_minute: int | None, now: float) -> Bucket 
     return Bucket(per_minute, now)
 
 
-def used_tokens(reserved: int, *, served: bool, prompt: int | None, completion: int | None, streamed_bytes: int) -> int:
-    """What a request that has ended used: as the replica reported it, else as far as can be told from outside.
-    `served`: a replica worked on it, and did not fail."""
+def used_tokens(reserved: int, *, served: bool, prompt: int | None, completion: int | None, guessed: int) -> int:
+    """What a request that has ended used: as the replica reported it, else the prompt as it was `reserved`, and an
+    answer as `guessed`. `served`: a replica worked on it, and did not fail."""
     if not served:
         return 0
-    return (reserved if prompt is None else prompt) + (
-        streamed_bytes // BYTES_A_STREAMED_TOKEN if completion is None else completion
-    )
+    return (reserved if prompt is None else prompt) + (guessed if completion is None else completion)
+
+
+def guessed_tokens(most: int | None, *, streamed: bool, answer_bytes: int, seconds: float) -> int:
+    """Tokens of an answer that did not report them. `most`: what the request allowed; `seconds`: since it was let in.
+    One in one piece that nobody waited for was made all the same, for as long as the replica did not notice."""
+    if streamed:
+        return answer_bytes // BYTES_A_STREAMED_TOKEN
+    guess = answer_bytes // BYTES_A_TOKEN
+    if not answer_bytes:
+        return int(seconds * TOKENS_A_SECOND) if most is None else most
+    return guess if most is None else min(guess, most)

@@ -30,7 +30,7 @@ from gateway.keys import (
     presented,
     read_keys,
 )
-from gateway.limits import Bucket, Caller, OverLimit, used_tokens
+from gateway.limits import Bucket, Caller, OverLimit, guessed_tokens, used_tokens
 from gateway.prompt import Shape, parse
 
 CANARY = "wl-canary-0123456789"
@@ -317,17 +317,26 @@ def test_what_is_refused_takes_nothing() -> None:
 
 
 @pytest.mark.parametrize(
-    ("served", "prompt", "completion", "streamed", "used"),
+    ("served", "prompt", "completion", "used"),
+    [(False, 10, 10, 0), (True, 10, 5, 15), (True, None, None, 107), (True, 10, None, 110), (True, None, 5, 12)],
+)
+def test_used_tokens(served: bool, prompt: int | None, completion: int | None, used: int) -> None:
+    assert used_tokens(7, served=served, prompt=prompt, completion=completion, guessed=100) == used
+
+
+@pytest.mark.parametrize(
+    ("most", "streamed", "answer_bytes", "tokens"),
     [
-        (False, 10, 10, 0, 0),
-        (True, 10, 5, 9_999, 15),
-        (True, None, None, 0, 7),
-        (True, None, None, 2_000, 17),
-        (True, 10, None, 2_000, 20),
+        (None, True, 2_000, 10),
+        (5_000, True, 0, 0),
+        (None, False, 2_000, 500),
+        (100, False, 2_000, 100),
+        (5_000, False, 0, 5_000),
+        (None, False, 0, 300),
     ],
 )
-def test_used_tokens(served: bool, prompt: int | None, completion: int | None, streamed: int, used: int) -> None:
-    assert used_tokens(7, served=served, prompt=prompt, completion=completion, streamed_bytes=streamed) == used
+def test_guessed_tokens(most: int | None, streamed: bool, answer_bytes: int, tokens: int) -> None:
+    assert guessed_tokens(most, streamed=streamed, answer_bytes=answer_bytes, seconds=3.0) == tokens
 
 
 # -- tenants of their own

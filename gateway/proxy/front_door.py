@@ -29,7 +29,7 @@ from gateway.core.flight import Flight
 from gateway.core.model import NoReplica, Outcome, ReplicaId, RouteRequest, RoutingError, Usage
 from gateway.core.router import Router
 from gateway.keys import Denied
-from gateway.limits import BYTES_A_TOKEN, Caller, OverLimit
+from gateway.limits import Caller, OverLimit
 from gateway.prompt import Shape
 from gateway.proxy import keyed
 from gateway.proxy.endpoints import Endpoint
@@ -157,7 +157,7 @@ class FrontDoor:
             record.model = request.model or ""
             self.telemetry.request_read(record, request)
             if call.caller is not None:
-                stay = call.caller.enter(request.length // BYTES_A_TOKEN, self.clock())
+                stay = keyed.enter(call.caller, request, self.clock())
             came = self.clock()
             ticket = await self.gate.enter(request)
             record.waited_seconds = self.clock() - came
@@ -181,7 +181,8 @@ class FrontDoor:
             if ticket is not None:
                 self.gate.leave(ticket)
             if stay is not None:
-                keyed.settle(stay, record, self.clock())
+                now = self.clock()
+                keyed.settle(stay, record, call.endpoint.shape, now - call.received_at, now)
             record.duration_seconds = self.clock() - call.received_at
             self.telemetry.request_ended(record)
 

@@ -6,12 +6,14 @@ from gateway import forms
 from gateway.core.model import Outcome, RouteRequest
 from gateway.isolation import CannotSalt, Isolation
 from gateway.keys import Key
-from gateway.limits import ModelNotAllowed, Stay, used_tokens
+from gateway.limits import BYTES_A_TOKEN, Caller, ModelNotAllowed, Stay, guessed_tokens, used_tokens
 from gateway.prompt import Shape
 from gateway.request_log import RequestRecord
 
 UNSALTED = (Shape.FORM, Shape.NONE)
 """Bodies without a place for a `cache_salt`: their endpoints share no prefixes."""
+GENERATING = (Shape.CHAT, Shape.COMPLETION, Shape.RESPONSES, Shape.MESSAGES)
+"""Their answers are generated token by token; those of others have their size from what was sent."""
 
 
 def salted(isolation: Isolation, body: bytes, shape: Shape, tenant: str, *, encoded: bool) -> bytes:
@@ -32,14 +34,31 @@ def check_model(key: Key, request: RouteRequest, shape: Shape, headers: list[tup
         raise ModelNotAllowed(model)
 
 
-def settle(stay: Stay, record: RequestRecord, now: float) -> None:
-    """The request is over: what it used comes off its key's limits."""
+def enter(caller: Caller, request: RouteRequest, now: float) -> Stay:
+    """Raises `OverLimit`."""
+    stay = caller.enter(request.length // BYTES_A_TOKEN, now)
+    if request.max_output_tokens is not None:
+        stay.most_tokens = request.max_output_tokens * request.samples
+    return stay
+
+
+def settle(stay: Stay, record: RequestRecord, shape: Shape, seconds: float, now: float) -> None:
+    """The request is over, `seconds` after it came: what it used comes off its key's limits. To look at a stored
+    response costs nothing, whatever usage that shows: it was charged when it was made."""
     served = record.attempts > 0 and (record.status < 400 or record.outcome == Outcome.OVERDUE.value)
+    guessed = 0
+    if record.stream or (shape in GENERATING and record.overhead_seconds):  # and it was sent
+        guessed = guessed_tokens(
+            stay.most_tokens,
+            streamed=record.stream,
+            answer_bytes=record.response_bytes,
+            seconds=seconds - record.waited_seconds,
+        )
     used = used_tokens(
         stay.reserved,
-        served=served,
+        served=served and shape is not Shape.NONE,
         prompt=record.prompt_tokens,
         completion=record.completion_tokens,
-        streamed_bytes=record.response_bytes if record.stream else 0,
+        guessed=guessed,
     )
     stay.leave(used, now)

@@ -42,6 +42,7 @@ NOTED_IN_ANSWER = HOP_BY_HOP | {b"content-type", b"x-request-id"}
 FIRST_TOKEN = re.compile(
     rb'"(?:content|reasoning|reasoning_content|text|delta|thinking|arguments|partial_json|refusal)"\s*:\s*"[^"]'
 )
+USAGE = re.compile(rb'"usage"\s*:\s*\{')
 PROMPT_TOKENS = re.compile(rb'"(?:prompt_tokens|input_tokens)"\s*:\s*(\d{1,12})')
 CREATED_TOKENS = re.compile(rb'"cache_creation_input_tokens"\s*:\s*(\d{1,12})')
 CACHED_TOKENS = re.compile(rb'"(?:cached_tokens|cache_read_input_tokens)"\s*:\s*(\d{1,12})')
@@ -241,17 +242,18 @@ class Relay:
         return Outcome.COMPLETED
 
     def usage(self) -> Usage | None:
-        """Token counts from the end of the answer, or from its beginning (Anthropic's `message_start`)."""
-        tail = self._tail()
-        at = tail.rfind(b'"usage"')
-        if at < 0:
+        """Token counts from the end of the answer, or from its beginning (Anthropic's `message_start`, or what vLLM
+        puts behind the usage: ids of tokens, messages)."""
+        counts = from_usage(self._tail())
+        if counts is None and not self._streaming:
+            counts = from_usage(self._head)
+        if counts is None:
             return None
-        counts = tail[at:]
         completion = number(COMPLETION_TOKENS, counts)
         prompt = number(PROMPT_TOKENS, counts)
         if prompt is None:
             if completion is None:
-                return None  # `"usage":null`, or the word in a text
+                return None
             counts = self._head
             prompt = number(PROMPT_TOKENS, counts)
         cached = number(CACHED_TOKENS, counts)
@@ -310,6 +312,16 @@ ERROR_OUTCOMES: dict[type[UpstreamError], Outcome] = {
 def connection_tokens(value: bytes) -> frozenset[bytes]:
     """Names of the headers that a `Connection` header declares hop-by-hop."""
     return frozenset(token.strip().lower() for token in value.split(b","))
+
+
+def from_usage(data: bytes) -> bytes | None:
+    """From the last usage on. In a text its quotes would be escaped, and as a value no object follows."""
+    end = len(data)
+    while (at := data.rfind(b'"usage"', 0, end)) >= 0:
+        if USAGE.match(data, at):
+            return data[at:]
+        end = at
+    return None
 
 
 def number(pattern: re.Pattern[bytes], data: bytes) -> int | None:

@@ -492,6 +492,50 @@ async def test_streams_that_hide_their_usage_count_all_the_same(guarded: Guarded
         assert len(replica.exchanges) == 2
 
 
+@pytest.mark.parametrize(
+    "usage", [b"null", b'{"prompt_tokens":1,"completion_tokens":400},"padding":"%b"' % (b"x" * 40_000)]
+)
+async def test_answers_that_hide_their_usage_count_by_their_size(guarded: Guarded, keys: Keys, usage: bytes) -> None:
+    keys.write(alice={"tokens_per_minute": 100})
+
+    async def script(exchange: Exchange) -> None:
+        await exchange.answer(b'{"choices":[],"text":"%b","usage":%b}' % (b"x" * 40_000, usage))
+
+    async with ScriptedReplica(script).running() as replica, guarded(replica) as gateway:
+        assert (await gateway.chat()).status_code == 200
+        assert told_to_wait(await gateway.chat()) > 5_000, "a debt of more than 10,000 at 100 a minute"
+
+
+async def test_an_answer_that_nobody_waits_for_counts(guarded: Guarded, keys: Keys) -> None:
+    keys.write(alice={"tokens_per_minute": 1_000})
+
+    async def script(exchange: Exchange) -> None:
+        await exchange.wait_closed()
+
+    async with ScriptedReplica(script).running() as replica, guarded(replica) as gateway:
+        leaving = asyncio.create_task(gateway.chat(max_tokens=5_000))
+        await eventually(lambda: len(replica.exchanges) == 1)
+        leaving.cancel()
+
+        async def limited() -> bool:
+            body = {"model": "nobody-has-it", "messages": []}
+            return (await gateway.client.post(CHAT, json=body)).status_code == 429
+
+        await eventually(limited)
+        assert 200 <= told_to_wait(await gateway.chat()) <= 242, "a debt of 4,000 at 1,000 a minute"
+
+
+async def test_a_look_at_a_stored_response_costs_no_tokens(guarded: Guarded, keys: Keys) -> None:
+    keys.write(alice={"tokens_per_minute": 100})
+
+    async def script(exchange: Exchange) -> None:
+        await exchange.answer(RESPONSE.replace(b'"input_tokens":1', b'"input_tokens":9000'))
+
+    async with ScriptedReplica(script).running() as replica, guarded(replica) as gateway:
+        for _ in range(3):
+            assert (await gateway.client.get("/v1/responses/resp_1")).status_code == 200
+
+
 async def test_what_no_replica_served_costs_no_tokens(guarded: Guarded, keys: Keys) -> None:
     keys.write(alice={"tokens_per_minute": 100})
 

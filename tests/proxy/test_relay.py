@@ -87,10 +87,14 @@ CHAT_USAGE = (
         ([b'data: {"choices":[{}],"usage":null}\n\n', b"data: [DONE]\n\n"], None),
         ([b"data: {}\n\ndata: [DONE]\n\n"], None),
         ([b'{"object":"list","usage":{"input_tokens":40,"input_tokens_details":{"cached_tokens":8},"output_tokens":2}}'], (40, 8, 2)),  # noqa: E501
+        ([b'{"choices":[],' + CHAT_USAGE + b',"prompt_token_ids":[' + b"101," * 8_000 + b"1]}"], (30, 16, 5)),
+        ([b'{"output":[],' + CHAT_USAGE + b',"user":"usage"}'], (30, 16, 5)),
+        ([b'{"output":[],' + CHAT_USAGE + b',"usage":null,"user":"usage","text":"\\"usage\\":{"}'], (30, 16, 5)),
+        ([b'data: {"usage":{"input_tokens":1,"output_tokens":0}}\n\n' + b"x" * 20_000], None),
     ],
 )  # fmt: skip
 def test_usage_of_openai_answers(pieces: list[bytes], usage: tuple[int | None, ...] | None) -> None:
-    relay, _, _ = relayed(*pieces)
+    relay, _, _ = relayed(*pieces, **({} if pieces[0].startswith(b"data: ") else {"headers": JSON}))
     assert relay.usage() == (None if usage is None else Usage(*usage))
 
 
