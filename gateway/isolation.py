@@ -15,6 +15,8 @@ import hmac
 import msgspec
 from msgspec import Raw
 
+from gateway.prompt import NotJson, reason
+
 decode_object = msgspec.json.Decoder(dict[str, Raw]).decode
 NULL = b"null"
 
@@ -28,11 +30,15 @@ class Isolation:
         self._secret = secret
 
     def salted(self, body: bytes, tenant: str) -> bytes:
-        """The body with its salt. One that is no JSON object comes back as it is: it will be refused for that."""
+        """The body with its salt. JSON that is no object comes back as it is: it will be refused for that. Raises
+        `NotJson`, also for what would do for routing (which reads no names that it does not know): a replica that is
+        less strict must not get it without a salt."""
         try:
             fields = decode_object(body)
-        except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
+        except msgspec.ValidationError:
             return body
+        except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
+            raise NotJson(reason(error)) from error
         own = bytes(fields.get("cache_salt", b""))
         fields["cache_salt"] = Raw(b'"%b"' % self.salt(tenant, b"" if own == NULL else own).encode())
         return msgspec.json.encode(fields)

@@ -31,7 +31,7 @@ from gateway.keys import (
     read_keys,
 )
 from gateway.limits import Bucket, Caller, OverLimit, guessed_tokens, used_tokens
-from gateway.prompt import Shape, parse
+from gateway.prompt import NotJson, Shape, parse
 
 CANARY = "wl-canary-0123456789"
 
@@ -379,7 +379,13 @@ def test_no_spelling_keeps_a_salt_of_the_clients(body: bytes) -> None:
     assert b"theirs" not in salted
 
 
-@pytest.mark.parametrize("body", [b"", b"[]", b'"x"', b"null", b"{", b"\xff", b"[" * 100_000])
+@pytest.mark.parametrize("body", [b"", b"{", b"\xff", b"{" * 100_000, b'{"\xed\xa0\x80":1,"model":"m"}', b'{"\xff":1}'])
+def test_what_cannot_be_salted_is_refused(body: bytes) -> None:
+    with pytest.raises(NotJson):
+        Isolation(b"s").salted(body, "acme")
+
+
+@pytest.mark.parametrize("body", [b"[]", b'"x"', b"null", b" [1]"])
 def test_what_is_no_object_is_left_to_be_refused(body: bytes) -> None:
     assert Isolation(b"s").salted(body, "acme") == body
 

@@ -7,7 +7,8 @@ from gateway.core.model import Outcome, RouteRequest
 from gateway.isolation import CannotSalt, Isolation
 from gateway.keys import Key
 from gateway.limits import BYTES_A_TOKEN, Caller, ModelNotAllowed, Stay, guessed_tokens, used_tokens
-from gateway.prompt import Shape
+from gateway.prompt import NotJson, Shape
+from gateway.proxy.errors import BadBody
 from gateway.request_log import RequestRecord
 
 UNSALTED = (Shape.FORM, Shape.NONE)
@@ -17,12 +18,15 @@ GENERATING = (Shape.CHAT, Shape.COMPLETION, Shape.RESPONSES, Shape.MESSAGES)
 
 
 def salted(isolation: Isolation, body: bytes, shape: Shape, tenant: str, *, encoded: bool) -> bytes:
-    """The body as the tenant's. Raises `CannotSalt`."""
+    """The body as the tenant's. Raises `CannotSalt` and `BadBody`."""
     if shape in UNSALTED:
         return body
     if encoded:
         raise CannotSalt("Tenants are isolated here, so request bodies must not be compressed.")
-    return isolation.salted(body, tenant)
+    try:
+        return isolation.salted(body, tenant)
+    except NotJson as error:
+        raise BadBody(str(error)) from error
 
 
 def check_model(key: Key, request: RouteRequest, shape: Shape, headers: list[tuple[bytes, bytes]], body: bytes) -> None:

@@ -613,6 +613,19 @@ async def test_isolation_takes_no_compressed_bodies(guarded: Guarded) -> None:
         assert replica.exchanges == []
 
 
+@pytest.mark.parametrize("path", [CHAT, "/v1/embeddings"])
+async def test_isolation_lets_nothing_out_without_a_salt(guarded: Guarded, path: str) -> None:
+    """Python's JSON takes the bytes of a surrogate in a name; who salts does not."""
+    async with ScriptedReplica().running() as replica, guarded(replica, auth={"isolate_tenants": True}) as gateway:
+        body = b'{"\xed\xa0\x80":1,"model":"m","cache_salt":"mine","messages":[]}'
+        answer = await gateway.client.post(path, content=body)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (400, "invalid_json")
+        assert replica.exchanges == []
+        nested = b'{"z":{"\xed\xa0\x80":1},"model":"m","messages":[]}'
+        await gateway.client.post(path, content=nested)
+        assert all(b'"cache_salt":"' in exchange.body for exchange in replica.exchanges)
+
+
 async def test_stored_responses_belong_to_their_tenant(guarded: Guarded) -> None:
     async def script(exchange: Exchange) -> None:
         await exchange.answer(RESPONSE)
