@@ -7,7 +7,9 @@ from collections.abc import Callable
 from gateway.core.model import Decision, Outcome, ReplicaId, Usage
 from gateway.core.replica import Replica
 
-NEVER_RAN = frozenset({Outcome.FAILED, Outcome.UNREACHABLE, Outcome.DRAINING, Outcome.REFUSED, Outcome.REJECTED})
+NEVER_RAN = frozenset(
+    {Outcome.FAILED, Outcome.UNREACHABLE, Outcome.DRAINING, Outcome.EMPTY, Outcome.REFUSED, Outcome.REJECTED}
+)
 """Outcomes that, without a first token, left nothing in the replica's cache. A client that left may have."""
 Settle = Callable[["Flight", Outcome, float, Usage | None], None]
 """What the router does with a flight that ended."""

@@ -69,6 +69,7 @@ class Health:
 
     __slots__ = (
         "_ejections",
+        "_empty_at",
         "_failed_flights",
         "_failed_probes",
         "_failed_share",
@@ -97,6 +98,8 @@ class Health:
         """The last flight could not even connect, and no good probe has come since."""
         self.draining = False
         """The engine said that it shuts down. Until it is gone it answers probes well, which proves nothing."""
+        self._empty_at: float | None = None
+        """When a flight first brought nothing; `None` once a later one brought something."""
         self._ejections = 0
         self._failed_probes = 0
         self._failed_flights = 0
@@ -120,6 +123,7 @@ class Health:
             return not self.draining and self._is_past_back_off(now) and self._signal(Signal.ALIVE, now)
         self.last_failure = reason or "probe failed"
         self.draining = False  # what answers next is another process
+        self._empty_at = None
         self._failed_probes += 1
         if self._failed_probes < FAILURES_TO_EJECT or self.state is HealthState.EJECTED:
             return False
@@ -133,6 +137,8 @@ class Health:
         if self.state is HealthState.EJECTED and started_at < self.ejected_at:
             return False
         self._trial = self.unreachable = self.draining = False
+        if self._empty_at is not None and started_at > self._empty_at:  # an engine that shuts down ends old ones well
+            self._empty_at = None
         self._failed_flights = self._failed_probes = 0
         self._failed_share -= SHARE_STEP * self._failed_share
         return self._signal(Signal.ALIVE, now)
@@ -158,6 +164,14 @@ class Health:
         self._trial = False
         self.draining = self.flights_failed = True
         return self._signal(Signal.FAILING, now)
+
+    def flight_empty(self, now: float) -> bool:
+        """Nothing came. Two in a row say that the engine shuts down; one alone may be the doing of the request."""
+        if self._empty_at is not None or self.draining:
+            return self.flight_drained(now)
+        self._empty_at = now
+        self.flight_ended()
+        return False
 
     def flight_ended(self) -> None:
         """Neither good nor bad (client left, rejected, refused): a trial is over without a verdict."""

@@ -278,6 +278,8 @@ class Outcome(Enum):
     """No connection could be made: the replica's fault, and nothing was sent."""
     DRAINING = "draining"
     """The replica answered that its engine shuts down, and did nothing."""
+    EMPTY = "empty"
+    """A stream of choices that ended without one: so some engines that shut down answer."""
     OVERDUE = "overdue"
     """The request's own deadline passed: nobody's fault."""
     STOPPED = "stopped"

@@ -161,6 +161,8 @@ class Replica:
                 return self.health.flight_failed(started_at, now, reached=False)
             case Outcome.DRAINING:
                 return self.health.flight_drained(now)
+            case Outcome.EMPTY:
+                return self.health.flight_empty(now)
             case Outcome.REFUSED:
                 self.load.refused(now)
         self.health.flight_ended()

@@ -58,7 +58,7 @@ from gateway.proxy.upstream import Connection, Header, Upstream
 from gateway.telemetry import RequestRecord, Telemetry
 
 COUNTED = frozenset((Shape.CHAT, Shape.COMPLETION))
-"""Bodies that vLLM's `/tokenize` takes as they are."""
+"""Bodies that vLLM's `/tokenize` takes as they are; their streams are of choices."""
 REQUEST_ID = re.compile(rb"[A-Za-z0-9_.:/+=@-]{1,128}")
 KEPT_CONNECTION = "kept"
 REPLAY_CAUSES: dict[type[UpstreamError], str] = {
@@ -337,6 +337,7 @@ class FrontDoor:
                 Completion(),
                 anthropic=call.endpoint.anthropic,
                 wants_id=call.endpoint.shape is Shape.RESPONSES,
+                choices=call.endpoint.shape in COUNTED,
                 movable=movable,
             )
             connection.send(relay, head, call.body)

@@ -97,6 +97,7 @@ class Relay:
 
     __slots__ = (
         "_anthropic",
+        "_choices",
         "_client",
         "_clock",
         "_extra_headers",
@@ -130,9 +131,11 @@ class Relay:
         *,
         anthropic: bool = False,
         wants_id: bool = False,
+        choices: bool = False,
         movable: bool = False,
     ) -> None:
-        """`movable`: another replica may be asked while the client has got nothing."""
+        """`choices`: its streams consist of OpenAI's choices. `movable`: another replica may be asked while the client
+        has got nothing."""
         self._client = client
         self._sent = sent
         self._flight = flight
@@ -141,6 +144,7 @@ class Relay:
         self._clock = clock
         self._anthropic = anthropic
         self._wants_id = wants_id
+        self._choices = choices
         self._movable = movable
         self._held: list[Header] | None = None
         self._streaming = False
@@ -237,8 +241,8 @@ class Relay:
         if self._streaming:
             if ERROR_EVENT.search(self._tail()):
                 return Outcome.FAILED
-            if self.first_token_at is None and self._is_empty():
-                return Outcome.DRAINING
+            if self._choices and self.first_token_at is None and self._is_empty():
+                return Outcome.EMPTY
         return Outcome.COMPLETED
 
     def usage(self) -> Usage | None:

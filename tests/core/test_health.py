@@ -183,6 +183,30 @@ def test_an_engine_that_shuts_down_is_out_at_once_and_good_probes_do_not_bring_i
     assert health.state is UP
 
 
+def test_one_empty_answer_is_no_shutdown_and_two_in_a_row_are() -> None:
+    """What one request did must not take a replica out; only what began after it shows that the engine still works."""
+    health = up()
+    assert not health.flight_empty(1.0)
+    health.flight_completed(0.5, 2.0)
+    health.flight_ended()
+    assert health.flight_empty(3.0)
+    assert (health.state, health.draining) == (EJECTED, True)
+    health = up()
+    for second in range(1, 40):
+        assert not health.flight_empty(float(second))
+        health.flight_completed(second + 0.1, second + 0.2)
+    assert health.state is UP
+
+
+def test_a_trial_that_brings_nothing_again_proves_that_the_engine_still_shuts_down() -> None:
+    health = up()
+    health.flight_drained(1.0)
+    health.flight_started()
+    health.flight_empty(60.0)
+    assert health.draining
+    assert not health.may_be_tried(60.5)
+
+
 def test_after_an_engine_that_shut_down_is_gone_a_good_probe_counts_again() -> None:
     health = up()
     health.flight_drained(1.0)

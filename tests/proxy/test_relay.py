@@ -51,7 +51,12 @@ def started_flight() -> Flight:
 
 
 def relayed(
-    *pieces: bytes, headers: list[Header] = SSE, status: int = 200, anthropic: bool = False, wants_id: bool = False
+    *pieces: bytes,
+    headers: list[Header] = SSE,
+    status: int = 200,
+    anthropic: bool = False,
+    wants_id: bool = False,
+    choices: bool = False,
 ) -> tuple[Relay, Recorder, Flight]:
     client, flight = Recorder(), started_flight()
     ticks = iter(range(1, 1000))
@@ -65,6 +70,7 @@ def relayed(
         Completion(),
         anthropic=anthropic,
         wants_id=wants_id,
+        choices=choices,
     )
     relay.head(status, headers)
     for at, piece in enumerate(pieces):
@@ -138,7 +144,7 @@ def test_first_token_of_an_answer_in_one_piece_is_not_known() -> None:
     ("status", "pieces", "outcome"),
     [
         (200, [b'data: {"choices":[{"delta":{}}]}\n\n', b"data: [DONE]\n\n"], Outcome.COMPLETED),
-        (200, [b'data: {"choices":[],"usage":{"completion_tokens":0}}\n\n', b"data: [DONE]\n\n"], Outcome.DRAINING),
+        (200, [b'data: {"choices":[],"usage":{"completion_tokens":0}}\n\n', b"data: [DONE]\n\n"], Outcome.EMPTY),
         (500, [CANNOT_SCHEDULE], Outcome.DRAINING),
         (200, [b"data: {}\n\n", b'data: {"error":{"message":"died"}}\n\n', b"data: [DONE]\n\n"], Outcome.FAILED),
         (200, [b'event: error\ndata: {"type":"error","error":{}}\n\n'], Outcome.FAILED),
@@ -150,7 +156,15 @@ def test_first_token_of_an_answer_in_one_piece_is_not_known() -> None:
     ],
 )
 def test_outcomes(status: int, pieces: list[bytes], outcome: Outcome) -> None:
-    assert relayed(*pieces, status=status)[0].outcome is outcome
+    assert relayed(*pieces, status=status, choices=True)[0].outcome is outcome
+
+
+def test_only_streams_of_choices_are_missed_when_they_hold_none() -> None:
+    """vLLM ends streams of `/v1/messages` with `[DONE]` too; one with an empty answer is nothing odd."""
+    start = b'event: message_start\ndata: {"type":"message_start","message":{"content":[]}}\n\n'
+    stop = b'event: message_stop\ndata: {"type":"message_stop"}\n\ndata: [DONE]\n\n'
+    assert relayed(start, stop, anthropic=True)[0].outcome is Outcome.COMPLETED
+    assert relayed(b'data: {"type":"response.completed"}\n\ndata: [DONE]\n\n')[0].outcome is Outcome.COMPLETED
 
 
 def test_an_event_cut_in_half_gets_no_event_of_ours() -> None:

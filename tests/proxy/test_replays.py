@@ -229,7 +229,7 @@ async def test_a_request_that_creates_state_gets_the_engines_own_answer_and_take
         assert await is_out(gateway, replica)
 
 
-async def test_a_stream_without_anything_passes_and_takes_its_engine_out(mode: str) -> None:
+async def test_streams_without_anything_pass_and_the_second_takes_its_engine_out(mode: str) -> None:
     async def says_nothing(exchange: Exchange) -> None:
         await exchange.start_stream()
         await exchange.chunk(NOTHING)
@@ -239,8 +239,24 @@ async def test_a_stream_without_anything_passes_and_takes_its_engine_out(mode: s
     async with leaving.running(), staying.running():
         async with running_gateway(leaving, staying, mode=mode, routing={"policy": "round-robin"}) as gateway:
             bodies = [(await gateway.chat(f"{number}", stream=True)).content for number in range(6)]
-            assert bodies.count(NOTHING) == len(leaving.exchanges) <= 2
+            assert bodies.count(NOTHING) == len(leaving.exchanges) == 2
             assert await is_out(gateway, leaving)
+
+
+async def test_empty_answers_to_anthropic_clients_take_nobody_out(mode: str) -> None:
+    """Clients can make these at will, with a stop sequence or `max_tokens`."""
+    answer = b'data: {"type":"message_start","message":{}}\n\ndata: {"type":"message_stop"}\n\ndata: [DONE]\n\n'
+
+    async def says_nothing(exchange: Exchange) -> None:
+        await exchange.start_stream()
+        await exchange.chunk(answer)
+        await exchange.end_stream()
+
+    async with ScriptedReplica(says_nothing).running() as replica, running_gateway(replica, mode=mode) as gateway:
+        for _ in range(6):
+            response = await gateway.chat(path="/v1/messages", stream=True, max_tokens=1)
+            assert (response.status_code, response.content) == (200, answer)
+        assert not await is_out(gateway, replica)
 
 
 @pytest.mark.parametrize("size", [3, 5_000, 200_000])
