@@ -49,6 +49,11 @@ CACHED_TOKENS = re.compile(rb'"(?:cached_tokens|cache_read_input_tokens)"\s*:\s*
 COMPLETION_TOKENS = re.compile(rb'"(?:completion_tokens|output_tokens)"\s*:\s*(\d{1,12})')
 RESPONSE_ID = re.compile(rb'"id"\s*:\s*"(resp_[A-Za-z0-9_.~-]{1,250})"')
 ERROR_EVENT = re.compile(rb'(?:^|\n)data: ?\{"(?:error"|type": ?"error")')
+ERROR_CODE = re.compile(rb'"code"\s*:\s*"?(\d{3})\b')
+ERROR_OF_CLIENT = re.compile(
+    rb'"type"\s*:\s*"(?:invalid_request_error|not_found_error|request_too_large|BadRequestError|NotFoundError)"'
+)
+"""Quotes within a message are escaped, so what a client wrote passes for neither."""
 
 CANNOT_SCHEDULE = b"cannot schedule new futures after shutdown"
 """A vLLM that drains (`--shutdown-timeout`) answers new requests with a 500 that says this, and its probes with 200."""
@@ -239,8 +244,9 @@ class Relay:
         if self.status >= 400:
             return Outcome.REJECTED
         if self._streaming:
-            if ERROR_EVENT.search(self._tail()):
-                return Outcome.FAILED
+            tail = self._tail()
+            if (error := ERROR_EVENT.search(tail)) is not None:
+                return blame_event(tail[error.end() :].partition(b"\n")[0])
             if self._choices and self.first_token_at is None and self._is_empty():
                 return Outcome.EMPTY
         return Outcome.COMPLETED
@@ -326,6 +332,14 @@ def from_usage(data: bytes) -> bytes | None:
             return data[at:]
         end = at
     return None
+
+
+def blame_event(error: bytes) -> Outcome:
+    """Whose fault an error event in a stream is: vLLM's carry the status that the answer would have had."""
+    code = number(ERROR_CODE, error)
+    if code is None:
+        return Outcome.REJECTED if ERROR_OF_CLIENT.search(error) else Outcome.FAILED
+    return Outcome.REJECTED if 400 <= code < 500 else Outcome.FAILED
 
 
 def number(pattern: re.Pattern[bytes], data: bytes) -> int | None:

@@ -159,6 +159,24 @@ def test_outcomes(status: int, pieces: list[bytes], outcome: Outcome) -> None:
     assert relayed(*pieces, status=status, choices=True)[0].outcome is outcome
 
 
+@pytest.mark.parametrize(
+    ("error", "outcome"),
+    [
+        (b'{"error":{"message":"bad grammar","type":"BadRequestError","param":null,"code":400}}', Outcome.REJECTED),
+        (b'{"error": {"message": "too long", "code": "422"}}', Outcome.REJECTED),
+        (b'{"type":"error","error":{"type":"invalid_request_error","message":"x"}}', Outcome.REJECTED),
+        (b'{"error":{"message":"died","type":"InternalServerError","code":500}}', Outcome.FAILED),
+        (b'{"error":{"message":"no \\"code\\": 400, \\"type\\":\\"BadRequestError\\"","code":500}}', Outcome.FAILED),
+        (b'{"error":{"message":"no \\"code\\": 400, \\"type\\":\\"BadRequestError\\""}}', Outcome.FAILED),
+        (b'{"type":"error","error":{"type":"api_error","message":"x"}}', Outcome.FAILED),
+    ],
+)
+def test_an_error_event_says_whose_fault_it_is(error: bytes, outcome: Outcome) -> None:
+    text = b'data: {"choices":[{"delta":{"content":"x"}}]}\n\n'
+    for before in (b"", text):
+        assert relayed(before, b"data: " + error + b"\n\ndata: [DONE]\n\n", choices=True)[0].outcome is outcome
+
+
 def test_only_streams_of_choices_are_missed_when_they_hold_none() -> None:
     """vLLM ends streams of `/v1/messages` with `[DONE]` too; one with an empty answer is nothing odd."""
     start = b'event: message_start\ndata: {"type":"message_start","message":{"content":[]}}\n\n'

@@ -259,6 +259,23 @@ async def test_empty_answers_to_anthropic_clients_take_nobody_out(mode: str) -> 
         assert not await is_out(gateway, replica)
 
 
+async def test_error_events_for_what_clients_did_take_nobody_out(mode: str) -> None:
+    answer = b'data: {"error":{"message":"bad grammar","type":"BadRequestError","code":400}}\n\ndata: [DONE]\n\n'
+
+    async def rejects(exchange: Exchange) -> None:
+        await exchange.start_stream()
+        await exchange.chunk(answer)
+        await exchange.end_stream()
+
+    async with ScriptedReplica(rejects).running() as replica, running_gateway(replica, mode=mode) as gateway:
+        for _ in range(6):
+            response = await gateway.chat(stream=True)
+            assert (response.status_code, response.content) == (200, answer)
+        assert not await is_out(gateway, replica)
+        results = await counted(gateway, "warmlane_upstream_attempts_total")
+        assert results == {f'{{replica="{replica.url}",result="rejected"}}': 6.0}
+
+
 @pytest.mark.parametrize("size", [3, 5_000, 200_000])
 async def test_other_500s_pass_unchanged_in_any_pieces(mode: str, size: int) -> None:
     body = b"x" * size + b" out of memory"
