@@ -46,6 +46,7 @@ from gateway.feeds.scrape import Scrape
 from gateway.feeds.token_counts import TokenCounts
 from gateway.isolation import CannotSalt
 from gateway.keys import Denied
+from gateway.listeners import BACKLOG, base_url, listen_all
 from gateway.memory import tune_memory
 from gateway.model_list import caller_of, model_object, models_for
 from gateway.notices import Notices
@@ -61,7 +62,7 @@ from gateway.responses import refuse_as_openai_does, response_of
 from gateway.shadow import Shadows
 from gateway.stderr_log import report_unforeseen
 from gateway.telemetry import Telemetry
-from gateway.tls import Certificate, TlsError, replica_context
+from gateway.tls import Certificate, replica_context
 from gateway.views import FleetView, Viewers, explained, is_loopback
 
 log = logging.getLogger(__name__)
@@ -70,15 +71,7 @@ FLUSH_SECONDS = 0.2
 """Log records are written in batches this far apart; a crash loses at most these."""
 LAG_SECONDS = 0.05
 """Between two looks at how late the event loop is: a 99th percentile within seconds, for 0.02 % of a core."""
-BACKLOG = 4096
-"""Connections the kernel keeps while the loop is busy: a burst of agents reconnecting must not be refused."""
-
-
 BACKSTOP_SECONDS = 2
-
-
-class StartError(Exception):
-    """The gateway cannot start; one line for the person who started it."""
 
 
 class Gateway:
@@ -143,6 +136,11 @@ class Gateway:
         if isinstance(fact, ReplicaRemoved):
             self.door.retire(fact.replica)
         self.door.gate.release()
+
+    def requests(self) -> int:
+        """That run, or wait for a replica."""
+        now = self.router.statistics(self.clock())
+        return now.in_flight + now.waiting
 
     def ready(self) -> bool:
         """Some replica is up. A replica that is tried only because none is better does not count."""
@@ -358,10 +356,15 @@ class Server(uvicorn.Server):
         self.force_exit = True
 
     def handle_exit(self, sig: int, frame: Any) -> None:
+        limits = self._gateway.config.server
         if self._gateway.draining:
             self.should_exit = self.force_exit = True
+        elif running := self._gateway.requests():
+            seconds = limits.drain_delay_seconds + limits.drain_seconds
+            what = "1 request" if running == 1 else f"{running} requests"
+            log.info("draining: %s running, up to %g s; again to stop now", what, seconds)
         self._gateway.door.draining = True
-        self._close_at = min(self._close_at, self._gateway.clock() + self._gateway.config.server.drain_delay_seconds)
+        self._close_at = min(self._close_at, self._gateway.clock() + limits.drain_delay_seconds)
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -373,33 +376,6 @@ class Server(uvicorn.Server):
         finally:
             for sig in (signal.SIGINT, signal.SIGTERM):
                 loop.remove_signal_handler(sig)
-
-
-def listen(host: str, port: int) -> socket.socket:
-    """A bound socket. Raises `StartError`."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # Named TCP, for asyncio's own loop lets small writes go at once (TCP_NODELAY) only on sockets that say so.
-    sock = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-    try:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        sock.bind((host, port))
-    except (OSError, ValueError, TypeError) as error:  # the latter two for text that cannot be a host
-        sock.close()
-        reason = getattr(error, "strerror", None) or error
-        raise StartError(f"cannot listen on {host}:{port}: {reason}") from error
-    return sock
-
-
-def listen_all(config: Config) -> tuple[socket.socket, socket.socket | None]:
-    """Bound sockets of the gateway and of its admin listener, if it has one. Raises `StartError`."""
-    sock = listen(config.server.host, config.server.port)
-    if config.admin.port is None:
-        return sock, None
-    try:
-        return sock, listen(config.admin.host, config.admin.port)
-    except StartError:
-        sock.close()
-        raise
 
 
 @contextlib.asynccontextmanager
@@ -421,11 +397,10 @@ async def serve(config: Config, *, on_ready: Callable[[str], None] | None = None
     """Run one gateway until a signal stops it. Returns the exit code. Raises `StartError` and `ConfigError`."""
     config = within_descriptors(config, raise_limit())
     loop = asyncio.get_running_loop()
-    try:
-        certificate = own_certificate(config)
-        gateway = Gateway(config, loop)
-    except TlsError as error:
-        raise StartError(str(error)) from error
+    certificate = own_certificate(config)
+    gateway = Gateway(config, loop)
+    if gateway.door.access is None and not is_loopback(config.server.host):
+        log.warning("listening on %s without keys: whoever reaches it may use the replicas", config.server.host)
     sock, admin_sock = listen_all(config)
     http: Any = functools.partial(ControlConnection, config.server)
     if config.server.http == "fast":
@@ -468,7 +443,7 @@ async def serve(config: Config, *, on_ready: Callable[[str], None] | None = None
 
 
 def own_certificate(config: Config) -> Certificate | None:
-    """Raises `TlsError`."""
+    """Raises `ConfigError`."""
     file = config.server.tls_certificate
     return None if file is None else Certificate(file, config.server.tls_key)
 
@@ -481,9 +456,3 @@ def run(config: Config, *, on_ready: Callable[[str], None] | None = None) -> int
         return await serve(config, on_ready=on_ready)
 
     return uvloop.run(run_alone())
-
-
-def base_url(sock: socket.socket, scheme: str = "http") -> str:
-    host, port = sock.getsockname()[:2]
-    host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)
-    return f"{scheme}://{host}:{port}"

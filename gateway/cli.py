@@ -103,12 +103,13 @@ def serve(
     if not chosen.replicas and chosen.discovery.dns is None and not chosen.admin.allow:
         raise Refused("no replicas: give --replica URL, or [[replicas]] or [discovery] dns in the file")
     from gateway import app
+    from gateway.listeners import StartError
     from gateway.stderr_log import log_to_stderr
 
     log_to_stderr()
     try:
         return app.run(chosen, on_ready=lambda url: say(f"listening on {url}, policy {chosen.routing.policy}"))
-    except app.StartError as error:
+    except StartError as error:
         raise Refused(str(error), FAILED) from error
 
 

@@ -242,6 +242,7 @@ def checked(config: Config) -> Config:
     if repeated := [name for name in config.routing.shadow if config.routing.shadow.count(name) > 1]:
         raise ConfigError(f"routing.shadow: {repeated[0]} is listed twice")
     check_admin(config.admin)
+    check_listeners(config.server, config.admin)
     return msgspec.structs.replace(config, replicas=replicas, discovery=discovery)
 
 
@@ -260,6 +261,13 @@ def check_admin(admin: Admin) -> None:
             raise ConfigError(f"admin.allow[{position}]: {error}") from error
 
 
+def check_listeners(server: Server, admin: Admin) -> None:
+    """Raises `ConfigError` when both would listen at the same place. Port 0 is another one each time."""
+    overlap = server.host == admin.host or not EVERYWHERE.isdisjoint((server.host, admin.host))
+    if admin.port and admin.port == server.port and overlap:
+        raise ConfigError(f"admin.port: {admin.port} is the port of the gateway itself (server.port, --port) already")
+
+
 def policy_name(text: str) -> PolicyName:
     """The policy that is called so. Raises `ConfigError`."""
     for name in get_args(PolicyName):
@@ -268,6 +276,7 @@ def policy_name(text: str) -> PolicyName:
     raise ConfigError(f"unknown policy {text!r}; policies: {', '.join(get_args(PolicyName))}")
 
 
+EVERYWHERE = frozenset(("0.0.0.0", "::", ""))
 DEFAULT_PORTS = {"http": 80, "https": 443}
 _HOST = re.compile(r"[A-Za-z0-9_.:%-]+")
 _NAME = re.compile(r"([A-Za-z0-9_-]{1,63}\.)*[A-Za-z0-9_-]{1,63}\.?")

@@ -13,13 +13,15 @@ import os
 import ssl
 from collections.abc import Awaitable, Callable
 
+from gateway.config import ConfigError
+
 log = logging.getLogger(__name__)
 
 LOOK_SECONDS = 5.0
 """Between two looks at the files: renewals are announced days ahead."""
 
 
-class TlsError(Exception):
+class TlsError(ConfigError):
     """Certificate, key or authorities cannot be used; one line that names the key of the configuration."""
 
 

@@ -24,7 +24,9 @@ from gateway import app
 from gateway.access import configured_access
 from gateway.admin_key import read_admin_key
 from gateway.config import Config, Replica
+from gateway.listeners import StartError, listen_all
 from gateway.stderr_log import report_unforeseen
+from gateway.tls import replica_context
 from workers import presets
 from workers.launch import assign_gpus, base_url, command_line, find_vllm, first_of, require_model
 from workers.worker import Worker, WorkerFailed
@@ -88,16 +90,18 @@ async def run_together(config: Config, fleet: Fleet) -> int:
     found = [Replica(worker.url, fleet.prefill_rate) for worker in fleet.workers]
     config = msgspec.structs.replace(config, replicas=[*config.replicas, *found])
     read_admin_key(config.admin)  # a key that is missing fails before the long start
+    app.own_certificate(config)  # so does a certificate
+    replica_context(config.upstream.ca_file)
     asyncio.get_running_loop().set_exception_handler(report_unforeseen)
     needs_key = configured_access(config.auth, os.environ, time.monotonic) is not None  # and a wrong file, too
     try:
         with stop_signals() as stopping:
-            for sock in app.listen_all(config):  # so does a port in use
+            for sock in listen_all(config):  # so does a port in use
                 if sock is not None:
                     sock.close()
             await first_of(start_all(fleet), stopping.wait())
             return 0 if stopping.is_set() else await serve(config, fleet, stopping, needs_key)
-    except (WorkerFailed, app.StartError) as error:
+    except (WorkerFailed, StartError) as error:
         print(f"warmlane: {error}", file=sys.stderr)
         return 1
     finally:
@@ -142,12 +146,17 @@ async def report_end(worker: Worker) -> None:
 async def greet(url: str, fleet: Fleet, needs_key: bool) -> None:
     """Say how to call the gateway, once a call would be answered."""
     deadline = asyncio.get_running_loop().time() + GATEWAY_READY_SECONDS
-    async with httpx.AsyncClient(trust_env=False, timeout=GATEWAY_READY_SECONDS) as client:
-        while (await client.get(f"{url}/ready")).status_code != httpx.codes.OK:
-            if asyncio.get_running_loop().time() > deadline:
-                print(f"warmlane: no replica is ready after {GATEWAY_READY_SECONDS:g} s", file=sys.stderr)
-                return
-            await asyncio.sleep(POLL_SECONDS)
+    # It asks itself, so nothing is to be verified: the certificate may be of a private authority, and for another name.
+    async with httpx.AsyncClient(trust_env=False, timeout=GATEWAY_READY_SECONDS, verify=False) as client:
+        try:
+            while (await client.get(f"{url}/ready")).status_code != httpx.codes.OK:
+                if asyncio.get_running_loop().time() > deadline:
+                    print(f"warmlane: no replica is ready after {GATEWAY_READY_SECONDS:g} s", file=sys.stderr)
+                    return
+                await asyncio.sleep(POLL_SECONDS)
+        except httpx.HTTPError as error:
+            print(f"warmlane: {url}/ready does not answer: {error or type(error).__name__}", file=sys.stderr)
+            return
     print(greeting(url, fleet, needs_key), flush=True)
 
 
@@ -156,9 +165,12 @@ def greeting(url: str, fleet: Fleet, needs_key: bool) -> str:
     header, key = "", "unused"
     if needs_key:
         header, key = ' -H "Authorization: Bearer $KEY"', "KEY"
+    private = ""
+    if url.startswith("https:"):
+        private = "# Where its authority is a private one: curl --cacert FILE, and SSL_CERT_FILE=FILE for Python.\n"
     return f"""
 # Warmlane serves {url} in front of {replicas}. Ctrl-C stops all. Try, in another terminal:
-
+{private}
 curl {url}/v1/chat/completions -H 'Content-Type: application/json'{header} -d '{{"model": "{fleet.model}", \
 "messages": [{{"role": "user", "content": "Hello"}}]}}'
 

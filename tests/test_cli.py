@@ -20,6 +20,7 @@ import pytest
 
 from gateway.cli import main
 from gateway.core.settings import POLICY_NAMES
+from tests.proxy.certificates import Authority
 from workers import presets
 
 WARMLANE = [sys.executable, "-c", "from gateway.cli import main; main()"]
@@ -323,6 +324,7 @@ def test_the_first_ctrl_c_lets_a_request_finish_and_the_second_does_not(start):
         next(events)
         up.process.send_signal(signal.SIGINT)
         up.wait_for(lambda: refuses_connections(url))
+        assert "warmlane: draining: 1 request running, up to 31 s; again to stop now" in up.err.splitlines()
         for _ in range(50):  # still running, past what may have been under way
             next(events)
         assert up.stop(signal.SIGINT) == 0
@@ -341,7 +343,76 @@ def test_a_port_that_is_taken_is_one_line_and_exit_code_1(command):
         port = taken.getsockname()[1]
         ended = run(*command, "--port", str(port))
     line = checked_complaint(1, ended.returncode, ended.stdout.decode(), ended.stderr.decode())
-    assert line == f"cannot listen on 127.0.0.1:{port}: Address already in use"
+    hint = "see --host and --port, or [server] host and port"
+    assert line == f"cannot listen on 127.0.0.1:{port}: Address already in use; {hint}"
+
+
+def test_an_admin_port_that_is_taken_says_whose_it_is(tmp_path, monkeypatch):
+    monkeypatch.setenv("ADMIN", "k" * 40)
+    file = tmp_path / "warmlane.toml"
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        file.write_text(f'[admin]\nport = {port}\nkey_env = "ADMIN"\n')
+        ended = run("serve", "--replica", "http://127.0.0.1:9", "--port", "0", "--config", str(file))
+    line = checked_complaint(1, ended.returncode, ended.stdout.decode(), ended.stderr.decode())
+    assert line == f"cannot listen on 127.0.0.1:{port}: Address already in use; see [admin] host and port"
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0"])
+@pytest.mark.parametrize("command", [["serve", "--replica", "http://127.0.0.1:9"], ["up"]])
+def test_two_listeners_on_one_port_are_a_wrong_configuration(complaint, command, host, tmp_path):
+    file = tmp_path / "warmlane.toml"
+    file.write_text('[admin]\nport = 8123\nkey_env = "ADMIN"\n')
+    line = complaint(2, *command, "--config", str(file), "--host", host, "--port", "8123")
+    assert line == "admin.port: 8123 is the port of the gateway itself (server.port, --port) already"
+
+
+# -- TLS
+
+
+@pytest.fixture(scope="module")
+def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
+    return Authority(tmp_path_factory.mktemp("private"), "private")
+
+
+@pytest.mark.parametrize("command", [["serve", "--replica", "http://127.0.0.1:9"], ["up"]])
+def test_tls_files_that_cannot_be_used_are_a_wrong_configuration(command, authority, tmp_path):
+    pair, other = authority.issue("one", "IP:127.0.0.1"), authority.issue("other", "IP:127.0.0.1")
+    cases = (
+        ('[server]\ntls_certificate = "/absent.pem"\n', "server.tls_certificate /absent.pem: No such file"),
+        (f'[server]\ntls_certificate = "{pair.certificate}"\ntls_key = "{other.key}"\n', "key values mismatch"),
+        ('[upstream]\nca_file = "/absent.pem"\n', "upstream.ca_file /absent.pem: No such file or directory"),
+    )
+    for text, message in cases:
+        file = tmp_path / "warmlane.toml"
+        file.write_text(text)
+        ended = run(*command, "--port", "0", "--config", str(file))
+        assert message in checked_complaint(2, ended.returncode, ended.stdout.decode(), ended.stderr.decode())
+
+
+def test_up_greets_also_with_a_private_certificate(start, authority, tmp_path):
+    pair = authority.issue("up", "DNS:elsewhere.test")
+    file = tmp_path / "warmlane.toml"
+    file.write_text(f'[server]\ntls_certificate = "{pair.certificate}"\ntls_key = "{pair.key}"\n')
+    up = start("up", "--port", "0", "--replicas", "1", "--config", str(file))
+    up.wait_for(lambda: "print(" in up.out)
+    assert "curl https://127.0.0.1:" in up.out
+    assert "--cacert" in up.out
+    assert up.stop() == 0
+
+
+# -- who can reach it
+
+
+@pytest.mark.parametrize(("host", "warned"), [("0.0.0.0", True), ("127.0.0.1", False)])
+def test_a_gateway_open_to_all_says_so(start, host, warned):
+    gateway = start("serve", "--replica", "http://127.0.0.1:9", "--host", host, "--port", "0")
+    gateway.wait_for(lambda: "listening on http" in gateway.err)
+    line = f"warmlane: listening on {host} without keys: whoever reaches it may use the replicas"
+    assert gateway.err.splitlines().count(line) == warned
+    assert gateway.stop() == 0
 
 
 # -- serve and route

@@ -29,6 +29,7 @@ from gateway.core.flight import Flight
 from gateway.core.model import Fact, LoadReported, Outcome, RouteRequest, Usage
 from gateway.core.router import Router
 from gateway.core.settings import RoutingSettings
+from gateway.listeners import listen
 from gateway.proxy import http_client
 from gateway.proxy.control_connection import ControlConnection
 from gateway.proxy.front_door import FrontDoor
@@ -168,7 +169,7 @@ class HandDriven(app.Gateway):
 
 @contextlib.asynccontextmanager
 async def listening(gateway: HandDriven, mode: str) -> AsyncIterator[int]:
-    sock = app.listen("127.0.0.1", 0)
+    sock = listen("127.0.0.1", 0, "")
     http: Any = functools.partial(ControlConnection, gateway.config.server)
     if mode == "fast":
         http = functools.partial(http_client.ClientConnection, gateway.door)

@@ -7,7 +7,7 @@ import socket
 
 import pytest
 
-from gateway.app import listen
+from gateway.listeners import listen
 from tests.proxy.conftest import eventually, running_gateway
 from tests.proxy.scripted import ANSWER, Exchange, ScriptedReplica
 from tests.proxy.test_front_door import ODD_BODY, post, raw_request
@@ -26,7 +26,7 @@ async def read_answer(reader: asyncio.StreamReader) -> tuple[bytes, bytes]:
 async def test_small_writes_go_at_once() -> None:
     """Else the second of two waits for the first to be acknowledged: 40 ms an answer whose head and body are two."""
     accepted: asyncio.Future[asyncio.StreamWriter] = asyncio.get_running_loop().create_future()
-    with listen("127.0.0.1", 0) as sock:
+    with listen("127.0.0.1", 0, "") as sock:
         async with await asyncio.start_server(lambda _, writer: accepted.set_result(writer), sock=sock):
             _, client = await asyncio.open_connection(*sock.getsockname())
             server = await accepted

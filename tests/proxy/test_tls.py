@@ -13,7 +13,7 @@ import openai
 import pytest
 
 from gateway import app
-from gateway.config import Config, Server, Upstream
+from gateway.config import Config, ConfigError, Server, Upstream
 from gateway.core.model import ReplicaId
 from gateway.proxy.errors import TlsFailed
 from gateway.proxy.upstream import Upstream as Replica
@@ -244,7 +244,7 @@ async def test_an_https_replica_is_verified_even_if_nobody_said_how(stranger: Au
 
 
 async def start(config: Config) -> str:
-    with pytest.raises(app.StartError) as raised:
+    with pytest.raises(ConfigError) as raised:
         await app.serve(config)
     return str(raised.value)
 
