@@ -8,9 +8,12 @@ counts from then on, also for connections that are open, and one that cannot be 
 from __future__ import annotations
 
 import asyncio
+import errno
 import hmac
 import logging
+import os
 import secrets
+import stat
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
@@ -61,7 +64,7 @@ class Access:
         self._callers: dict[bytes, Caller] = {}
         if file is not None:
             try:
-                self._seen = file.read_bytes()
+                self._seen = read_regular(file)
             except OSError as error:
                 raise ConfigError(f"auth.keys_file: {file}: {error.strerror}") from error
         self._use(self._seen)
@@ -87,7 +90,7 @@ class Access:
         while self._file is not None:
             await asyncio.sleep(RELOAD_SECONDS)
             try:
-                self.reload(await asyncio.to_thread(self._file.read_bytes))
+                self.reload(await asyncio.to_thread(read_regular, self._file))
             except OSError as error:
                 self.reload(error.strerror or "cannot be read")
 
@@ -117,6 +120,15 @@ class Access:
         self._callers = callers
 
 
+def read_regular(file: Path) -> bytes:
+    """Content of a regular file. Raises `OSError` also for a pipe or a device: they may never end."""
+    descriptor = os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    with open(descriptor, "rb") as opened:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise OSError(errno.EINVAL, "Not a regular file")
+        return opened.read()
+
+
 def configured_access(auth: Auth, environ: Mapping[str, str], clock: Callable[[], float]) -> Access | None:
     """`None` when no keys are configured. Raises `ConfigError`."""
     listed = environ.get(KEYS_VARIABLE, "").strip()
@@ -124,6 +136,8 @@ def configured_access(auth: Auth, environ: Mapping[str, str], clock: Callable[[]
         for name, wanted in (("required", auth.required), ("isolate_tenants", auth.isolate_tenants)):
             if wanted:
                 raise ConfigError(f"auth.{name} is true, but there are no keys: set auth.keys_file or {KEYS_VARIABLE}")
+        if KEYS_VARIABLE in environ:
+            log.warning("%s is set but holds no keys: nobody will be asked for one", KEYS_VARIABLE)
         return None
     isolation = None
     if auth.isolate_tenants:

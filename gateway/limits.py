@@ -101,28 +101,32 @@ class Caller:
         if requests is not None:
             requests.take(1, now)
         self.running += 1
-        return Stay(self, prompt_tokens, tokens)
+        return Stay(self, prompt_tokens, requests, tokens)
 
 
 class Stay:
     """One request that was let in, until `leave`. Leaving twice is harmless."""
 
-    __slots__ = ("_caller", "_tokens", "most_tokens", "reserved")
+    __slots__ = ("_caller", "_requests", "_tokens", "most_tokens", "reserved")
 
-    def __init__(self, caller: Caller, reserved: int, tokens: Bucket | None) -> None:
+    def __init__(self, caller: Caller, reserved: int, requests: Bucket | None, tokens: Bucket | None) -> None:
         self._caller: Caller | None = caller
+        self._requests = requests
         self._tokens = tokens
         self.reserved = reserved
         self.most_tokens: int | None = None
         """That its answer may have, where the request says so."""
 
-    def leave(self, used_tokens: int, now: float) -> None:
+    def leave(self, used_tokens: int, now: float, *, refused: bool = False) -> None:
+        """`refused`: the gateway had no room or no replica for it, so it does not count as a request either."""
         caller, self._caller = self._caller, None
         if caller is None:
             return
         caller.running -= 1
         if self._tokens is not None:
             self._tokens.take(used_tokens - self.reserved, now)
+        if refused and self._requests is not None:
+            self._requests.take(-1, now)
 
 
 def bucket(before: Bucket | None, per_minute: int | None, now: float) -> Bucket | None:

@@ -6,6 +6,7 @@ import asyncio
 import hashlib
 import json
 import logging
+import os
 import random
 import re
 from pathlib import Path
@@ -339,6 +340,15 @@ def test_guessed_tokens(most: int | None, streamed: bool, answer_bytes: int, tok
     assert guessed_tokens(most, streamed=streamed, answer_bytes=answer_bytes, seconds=3.0) == tokens
 
 
+def test_a_request_that_was_refused_later_is_given_back() -> None:
+    caller = Caller(key(requests_per_minute=1), 0.0)
+    for _ in range(3):
+        caller.enter(0, 0.0).leave(0, 0.0, refused=True)
+    caller.enter(0, 0.0).leave(0, 0.0)
+    with pytest.raises(OverLimit, match="requests"):
+        caller.enter(0, 0.0)
+
+
 # -- tenants of their own
 
 
@@ -480,6 +490,34 @@ def test_a_form_whose_boundary_could_be_read_otherwise_has_no_model(headers: lis
 
 
 # -- configuration
+
+
+@pytest.mark.parametrize("value", ["", " ", "\n"])
+def test_a_variable_without_keys_is_said_to_have_none(value: str, caplog: pytest.LogCaptureFixture) -> None:
+    assert configured_access(Auth(), {"WARMLANE_API_KEYS": value}, Clock()) is None
+    assert "WARMLANE_API_KEYS is set but holds no keys" in caplog.text
+
+
+async def test_only_a_regular_file_is_read(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    file = tmp_path / "keys.toml"
+    os.mkfifo(file)
+    with pytest.raises(ConfigError, match="Not a regular file"):
+        Access([], Clock(), file=file)
+    file.unlink()
+    file.write_text(entry())
+    access = Access([], Clock(), file=file)
+    known = len(access)
+    file.unlink()
+    os.mkfifo(file)
+    watching = asyncio.create_task(access.watch())
+    async with asyncio.timeout(10):
+        while True:
+            await asyncio.sleep(0.01)
+            if "Not a regular file; the keys from before stay" in caplog.text:
+                break
+    watching.cancel()
+    await asyncio.gather(watching, return_exceptions=True)
+    assert len(access) == known > 0
 
 
 def test_without_keys_nobody_is_asked() -> None:

@@ -15,6 +15,8 @@ UNSALTED = (Shape.FORM, Shape.NONE)
 """Bodies without a place for a `cache_salt`: their endpoints share no prefixes."""
 GENERATING = (Shape.CHAT, Shape.COMPLETION, Shape.RESPONSES, Shape.MESSAGES)
 """Their answers are generated token by token; those of others have their size from what was sent."""
+REFUSED = (429, 503)
+"""Statuses, with an error code of the gateway's own, of what had no room or no replica."""
 
 
 def salted(isolation: Isolation, body: bytes, shape: Shape, tenant: str, *, encoded: bool) -> bytes:
@@ -65,4 +67,4 @@ def settle(stay: Stay, record: RequestRecord, shape: Shape, seconds: float, now:
         completion=record.completion_tokens,
         guessed=guessed,
     )
-    stay.leave(used, now)
+    stay.leave(used, now, refused=record.status in REFUSED and bool(record.error))

@@ -446,6 +446,14 @@ async def test_requests_per_minute(guarded: Guarded, keys: Keys) -> None:
         assert all(line.endswith(" 0.0") for line in shed), "the gateway had room"
 
 
+async def test_what_had_no_replica_is_no_request(guarded: Guarded, keys: Keys) -> None:
+    keys.write(alice={"requests_per_minute": 1})
+    async with ScriptedReplica().running() as replica:
+        async with guarded(replica) as gateway:
+            await replica.stop()
+            assert [(await gateway.chat()).status_code for _ in range(4)] == [503] * 4
+
+
 async def test_tokens_per_minute_come_from_usage(guarded: Guarded, keys: Keys) -> None:
     keys.write(alice={"tokens_per_minute": 100})
 
