@@ -156,7 +156,13 @@ async def listening(
     def connection() -> asyncio.Protocol:
         return ControlConnection(limits, config=config, server_state=state, app_state={}, _loop=loop)
 
-    server = await loop.create_server(connection, sock=sock, backlog=BACKLOG, ssl=tls)
+    server = await loop.create_server(
+        connection,
+        sock=sock,
+        backlog=BACKLOG,
+        ssl=tls,
+        ssl_handshake_timeout=None if tls is None else limits.header_timeout_seconds,
+    )
     sweeping = asyncio.create_task(http_client.sweep(state, loop))
     try:
         yield

@@ -335,9 +335,23 @@ class Server(uvicorn.Server):
         """End of the announced delay."""
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
-        if self.started:
-            self._on_ready()
+        """As uvicorn's own, with a limit of time for TLS handshakes: a silent one is no connection to any sweep."""
+        loop, config = asyncio.get_running_loop(), self.config
+        limit = self._gateway.config.server.header_timeout_seconds if config.ssl is not None else None
+
+        def connection() -> asyncio.Protocol:
+            protocol: Any = config.http_protocol_class
+            made: asyncio.Protocol = protocol(config=config, server_state=self.server_state, app_state={}, _loop=loop)
+            return made
+
+        self.servers = [
+            await loop.create_server(
+                connection, sock=sock, ssl=config.ssl, backlog=config.backlog, ssl_handshake_timeout=limit
+            )
+            for sock in sockets or ()
+        ]
+        self.started = True
+        self._on_ready()
 
     async def on_tick(self, counter: int) -> bool:
         if self._gateway.clock() >= self._close_at:

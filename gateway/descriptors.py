@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import resource
 
@@ -14,6 +15,8 @@ log = logging.getLogger(__name__)
 
 MOST_DESCRIPTORS = 2**20
 """Asked for where the system names no limit."""
+OURS = frozenset((errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOTAVAIL))
+"""A connection that cannot be opened for these is not the replica's fault: no descriptor, memory or port here."""
 SPARE_DESCRIPTORS = 64
 """For the listener, the logs, probes and scrapes."""
 

@@ -12,9 +12,15 @@ from typing import Any
 
 import httpx
 
+from gateway.descriptors import OURS
+
 
 class FetchFailed(Exception):
     """The page could not be had. The message is one short line for people."""
+
+
+class Hindered(FetchFailed):
+    """Nobody was asked: this machine had no descriptor, memory or port left. No word about the replica."""
 
 
 def new_client(
@@ -82,8 +88,21 @@ async def fetch(
     except TimeoutError:
         raise FetchFailed(f"no whole answer in {timeout_seconds:g} s") from None
     except httpx.HTTPError as error:
+        if is_ours(error):
+            raise Hindered("this machine has no socket left") from error
         raise FetchFailed(str(error).partition("\n")[0] or type(error).__name__) from error
     finally:
         if handshake is not None:
             await handshake.close()
     return bytes(body)
+
+
+def is_ours(error: BaseException | None) -> bool:
+    """Whether a lack of our own is at its root: what opens sockets wraps it, several of more addresses."""
+    while error is not None:
+        if isinstance(error, OSError) and error.errno in OURS:
+            return True
+        if isinstance(error, BaseExceptionGroup) and any(is_ours(one) for one in error.exceptions):
+            return True
+        error = error.__cause__ or error.__context__
+    return False

@@ -17,7 +17,7 @@ import httpx
 import msgspec
 
 from gateway.core.model import Fact, ModelCard, ModelsListed, PauseReported, ProbeAnswered, ReplicaId
-from gateway.feeds.fetch import FetchFailed, fetch
+from gateway.feeds.fetch import FetchFailed, Hindered, fetch
 from gateway.feeds.replicas import Replicas, watch_each
 
 log = logging.getLogger(__name__)
@@ -65,7 +65,11 @@ class Probes:
         pausable = True
         while True:
             began = self._clock()
-            problem = await self._health_problem(replica)
+            try:
+                problem = await self._health_problem(replica)
+            except Hindered:
+                await self._rest(began)
+                continue
             if problem is not None:
                 listing_due, pausable = self._clock(), True
             elif self._clock() >= listing_due:
@@ -76,12 +80,18 @@ class Probes:
             if problem is None and pausable:
                 pausable, paused = await self._pause(replica, paused)
             self._observe(ProbeAnswered(replica, problem is None, problem or ""))
-            pause = self._interval_seconds * self._random.uniform(1 - JITTER, 1 + JITTER)
-            await self._sleep(max(0.0, pause - (self._clock() - began)))
+            await self._rest(began)
+
+    async def _rest(self, began: float) -> None:
+        pause = self._interval_seconds * self._random.uniform(1 - JITTER, 1 + JITTER)
+        await self._sleep(max(0.0, pause - (self._clock() - began)))
 
     async def _health_problem(self, replica: ReplicaId) -> str | None:
+        """Raises `Hindered`."""
         try:
             await self._fetch(f"{replica}/health", HEALTH_MAX_BYTES)
+        except Hindered:
+            raise
         except FetchFailed as error:
             return str(error)
         return None

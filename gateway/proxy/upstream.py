@@ -13,7 +13,6 @@ period.
 from __future__ import annotations
 
 import asyncio
-import errno
 import math
 import socket
 import ssl
@@ -27,6 +26,7 @@ import httptools
 from gateway.config import DEFAULT_PORTS
 from gateway.config import Upstream as UpstreamConfig
 from gateway.core.model import ReplicaId
+from gateway.descriptors import OURS
 from gateway.proxy.errors import (
     BadAnswer,
     ConnectFailed,
@@ -46,8 +46,6 @@ FRAMING = frozenset((b"content-length", b"transfer-encoding"))
 RECEIVE_BUFFER_BYTES = 96 * 1024
 """What the kernel keeps for us of an answer (it doubles this): the most that one read brings, hence what a client that
 reads slowly holds here. Left alone it grows to 6 MiB for each. Enough for 10 MB/s to a replica 10 ms away."""
-OURS = frozenset((errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOTAVAIL))
-"""One that cannot be opened for these is not the replica's fault: no descriptor, memory or port here."""
 MAX_HEAD_BYTES = 64 * 1024
 """Response heads are refused above this; real ones have a few hundred bytes."""
 

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import errno
 import logging
+import resource
+import socket
 from random import Random
 
 import msgspec
@@ -11,6 +15,7 @@ import pytest
 from scripted_replica import hang, ok, wait_until
 
 from gateway.core.model import ModelCard, ModelsListed, PauseReported, ProbeAnswered
+from gateway.feeds.fetch import Hindered, fetch, is_ours
 from gateway.feeds.probes import MODELS_INTERVAL_SECONDS, Probes, read_models
 from gateway.feeds.replicas import Replicas
 
@@ -268,3 +273,38 @@ async def test_a_pause_ends_with_the_process_that_was_paused(start_replica, repl
     del one.answers["/is_paused"]
     one.answers["/health"] = HEALTHY
     await wait_until(lambda: facts.of(PauseReported)[-1] == PauseReported(one.id, False))
+
+
+async def test_a_probe_for_which_we_have_no_descriptor_is_no_word_about_the_replica(
+    start_replica, replicas, facts, probe, client
+):
+    """Else the fleet would be ejected for what a flood of clients does to us."""
+    one = await start_replica()
+    one.answers = {"/health": HEALTHY, "/v1/models": MODELS}
+    replicas.update(added=[one.id])
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    held = []
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(256, hard), hard))
+    try:
+        with contextlib.suppress(OSError):
+            while True:
+                held.append(socket.socket())
+        with pytest.raises(Hindered):
+            await fetch(client, f"{one.id}/health", timeout_seconds=5.0, max_bytes=100)
+        probe()
+        await asyncio.sleep(0.2)
+        assert facts == []
+    finally:
+        for sock in held:
+            sock.close()
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    await wait_until(lambda: ProbeAnswered(one.id, True) in facts)
+
+
+def test_a_lack_of_our_own_is_found_at_the_root_of_an_error() -> None:
+    several = ExceptionGroup("several addresses", [OSError(errno.ECONNREFUSED, "no"), OSError(errno.EMFILE, "full")])
+    outer = OSError("All connection attempts failed")
+    outer.__cause__ = several
+    assert is_ours(outer)
+    outer.__cause__ = OSError(errno.ECONNREFUSED, "no")
+    assert not is_ours(outer)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import shutil
@@ -103,6 +104,17 @@ async def test_clients_speak_https(mode: str, authority: Authority, pair: Pair) 
                 assert whole.choices[0].message.content == "hello"
                 pieces = await sdk.chat.completions.create(model="m", messages=messages, stream=True)  # type: ignore[call-overload]
                 assert [piece.choices[0].delta.content async for piece in pieces] == ["0", "1", "2"]
+
+
+async def test_a_silent_handshake_is_cut_off_in_the_time_for_a_head(mode: str, pair: Pair) -> None:
+    async with ScriptedReplica().running() as replica:
+        limits = {"header_timeout_seconds": 0.3, **server(pair)}
+        async with running_gateway(replica, mode=mode, server=limits, verify=False, wait_ready=False) as gateway:
+            silent = [await gateway.connect() for _ in range(5)]
+            for reader, writer in silent:
+                with contextlib.suppress(ConnectionError):
+                    assert await asyncio.wait_for(reader.read(), 10) == b""
+                writer.close()
 
 
 async def test_limits_hold_over_tls(mode: str, authority: Authority, pair: Pair) -> None:
