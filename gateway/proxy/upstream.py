@@ -47,7 +47,7 @@ RECEIVE_BUFFER_BYTES = 96 * 1024
 """What the kernel keeps for us of an answer (it doubles this): the most that one read brings, hence what a client that
 reads slowly holds here. Left alone it grows to 6 MiB for each. Enough for 10 MB/s to a replica 10 ms away."""
 MAX_HEAD_BYTES = 64 * 1024
-"""Response heads are refused above this; real ones have a few hundred bytes."""
+"""Response heads are refused above this, and framing between two pieces; real ones have a few hundred bytes."""
 
 
 class Sink(Protocol):
@@ -63,6 +63,7 @@ class Connection(asyncio.Protocol):
 
     __slots__ = (
         "_answered",
+        "_barren_bytes",
         "_close_delimited",
         "_complete",
         "_head_bytes",
@@ -88,7 +89,7 @@ class Connection(asyncio.Protocol):
         self._sink: Sink | None = None
         self._headers: list[Header] = []
         self._parts: list[bytes] = []
-        self._head_bytes = 0
+        self._head_bytes = self._barren_bytes = 0
         self._head_done = self._complete = self._answered = self._close_delimited = False
         self._reusable = True
         self.reused = False
@@ -101,7 +102,7 @@ class Connection(asyncio.Protocol):
         """Send one request; its answer goes to `sink`."""
         self._sink = sink
         self._headers = []
-        self._head_bytes = 0
+        self._head_bytes = self._barren_bytes = 0
         self._head_done = self._complete = self._answered = self._close_delimited = False
         self.deadline = self._loop.time() + self._pool.config.first_byte_timeout_seconds
         self._pool.busy.add(self)
@@ -178,6 +179,13 @@ class Connection(asyncio.Protocol):
         if not head_was_done:
             sink.head(self._parser.get_status_code(), self._headers)
         parts = self._parts
+        if parts or self._complete:
+            self._barren_bytes = 0
+        else:  # framing only: trailers, or extensions of a chunk
+            self._barren_bytes += len(data)
+            if self._barren_bytes > MAX_HEAD_BYTES:
+                self._fail(BadAnswer("The answer's framing takes more than it carries."))
+                return
         piece = parts[0] if len(parts) == 1 else b"".join(parts)
         self._parts = []
         if self._complete:

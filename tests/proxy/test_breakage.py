@@ -59,6 +59,19 @@ async def test_a_time_out_on_a_kept_connection_is_not_sent_again(mode: str) -> N
         assert len(replica.exchanges) == 2
 
 
+@pytest.mark.parametrize("endless", [b"0\r\nx: " + b"y" * 9 + b"\r\n", b"5;"])
+async def test_framing_without_end_breaks_an_answer_off(mode: str, endless: bytes) -> None:
+    async def script(exchange: ReplicaExchange) -> None:
+        await exchange.start_stream()
+        await exchange.send(endless)
+        while not exchange.closed.is_set():
+            await exchange.send(b"a: b\r\n" * 1_000 if endless[:1] == b"0" else b"a" * 6_000)
+            await asyncio.sleep(0.001)
+
+    async with ScriptedReplica(script).running() as replica, running_gateway(replica, mode=mode) as gateway:
+        assert b"replica_bad_answer" in await asyncio.wait_for(raw_request(gateway, post(ODD_BODY)), 10)
+
+
 async def test_trailers_are_no_headers(mode: str) -> None:
     async def script(exchange: ReplicaExchange) -> None:
         await exchange.send(
