@@ -28,7 +28,7 @@ CACHE = ROOT / ".cache" / "clients"
 PYTHON = ROOT / ".venv-clients" / "bin" / "python"
 AIDER = CACHE / "aider" / "bin" / "aider"
 PATIENCE_SECONDS = 90.0
-"""For one run of a client. The slowest take ten on an idle machine; on a busy one several times that."""
+"""For one run of a client. The slowest take ten on an idle machine; this one may be busy."""
 
 
 @dataclass(frozen=True)
