@@ -23,7 +23,7 @@ import subprocess
 import sys
 from asyncio.subprocess import Process
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TextIO
 from urllib.parse import urlsplit
@@ -65,6 +65,7 @@ class WorkerFailed(Exception):
 
 class Worker:
     """A replica that this process owns. `url` is where it will answer; `environment` is added to our own.
+    `on_line` is called with each line of its output, after the line was passed on.
 
     `start`, `wait_ready` and `stop` are called in this order by one owner; `stop` may be called at any time and twice.
     """
@@ -77,12 +78,14 @@ class Worker:
         *,
         name: str = "replica",
         output: TextIO | None = None,
+        on_line: Callable[[str], None] | None = None,
     ) -> None:
         self.command = tuple(command)
         self.environment = dict(environment)
         self.url = url
         self.name = name
         self.output = output
+        self.on_line = on_line
         self._process: Process | None = None
         self._watchdog: Process | None = None
         self._leash: int | None = None
@@ -246,6 +249,8 @@ class Worker:
                 text = line.decode("utf-8", "replace")
                 self._last_lines.append(text)
                 self._say(text)
+                if self.on_line is not None:
+                    self.on_line(text)
 
     def _say(self, text: str) -> None:
         output = self.output or sys.stderr

@@ -346,6 +346,16 @@ async def test_output_of_any_length_and_any_bytes_passes() -> None:
     assert lines[-3:] == ["r1 | bar 10%", "r1 | bar 100%", "r1 | bad � byte"]
 
 
+async def test_each_line_is_told_to_who_asked() -> None:
+    lines: list[str] = []
+    replica = Replica("broken")
+    replica.worker.on_line = lines.append
+    await replica.worker.start()
+    await replica.worker.wait()
+    assert lines == [line.removeprefix("r1 | ") for line in replica.output.getvalue().splitlines()]
+    assert lines[-1] == "CUDA out of memory, say"
+
+
 async def test_the_embedded_preset_is_a_replica_that_answers() -> None:
     preset, port = presets.load("embedded"), free_port()
     command = command_line(preset, port=port)
