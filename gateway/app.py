@@ -22,7 +22,6 @@ from importlib.metadata import version
 from random import Random
 from typing import Any
 
-import httpx
 import uvicorn
 import uvloop
 from fastapi import FastAPI, Request, Response
@@ -38,7 +37,7 @@ from gateway.core.router import Router
 from gateway.descriptors import raise_limit, within_descriptors
 from gateway.feeds.addresses import Allowlist
 from gateway.feeds.discovery import Discovery
-from gateway.feeds.fetch import new_client
+from gateway.feeds.fetch import ReplicaClient
 from gateway.feeds.probes import Probes, list_models
 from gateway.feeds.registry import Registry
 from gateway.feeds.replicas import Replicas
@@ -93,7 +92,8 @@ class Gateway:
         if config.routing.shadow:
             shadows = [(policy_named(name), self.telemetry.shadow(name)) for name in config.routing.shadow]
             self.router.before_start = Shadows(self.router, shadows).compare
-        self.replica_key = replica_key(config.upstream, os.environ)
+        key = replica_key(config.upstream, os.environ)
+        self.client = ReplicaClient(self.replica_tls, config.upstream.tls_server_name, key)
         self.door = FrontDoor(
             self.router,
             self.telemetry,
@@ -104,7 +104,7 @@ class Gateway:
             block_bytes=settings.block_bytes,
             tls=self.replica_tls,
             access=configured_access(config.auth, os.environ, self.clock),
-            replica_key=self.replica_key,
+            replica_key=key,
         )
         self.replicas = Replicas()
         self.discovery = Discovery(
@@ -152,24 +152,22 @@ class Gateway:
         """Feeds, deadline sweeps and log flush, from start-up until shut-down."""
         if (access := self.door.access) is not None:
             more = (*more, access.watch())
-        async with self._new_client() as client:
-            notices = Notices(lambda: self.router.statistics(self.clock()).replicas)
-            beside = (self.door.sweep(), self.flush(), self.watch_lag(), notices.run())
-            jobs = [*self._feeds(client), *beside, *more]
-            tasks = [asyncio.create_task(job) for job in jobs]
+        notices = Notices(lambda: self.router.statistics(self.clock()).replicas)
+        beside = (self.door.sweep(), self.flush(), self.watch_lag(), notices.run())
+        tasks = [asyncio.create_task(job) for job in (*self._feeds(), *beside, *more)]
+        for task in tasks:
+            task.add_done_callback(report_failure)
+        try:
+            yield
+        finally:
             for task in tasks:
-                task.add_done_callback(report_failure)
-            try:
-                yield
-            finally:
-                for task in tasks:
-                    task.cancel()
-                await asyncio.gather(*tasks, return_exceptions=True)
-                self.door.close()
-                self.telemetry.close()
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            self.door.close()
+            self.telemetry.close()
 
-    def _feeds(self, client: httpx.AsyncClient) -> list[Coroutine[Any, Any, None]]:
-        feeds, replicas = self.config.feeds, self.replicas
+    def _feeds(self) -> list[Coroutine[Any, Any, None]]:
+        feeds, replicas, client = self.config.feeds, self.replicas, self.client
         probes = Probes(
             replicas,
             self.observe,
@@ -196,13 +194,9 @@ class Gateway:
             jobs.append(counts.run(client))
         return jobs
 
-    def _new_client(self) -> httpx.AsyncClient:
-        return new_client(self.replica_tls, self.config.upstream.tls_server_name, self.replica_key)
-
     async def _list_models(self, replica: ReplicaId) -> tuple[ModelCard, ...]:
         """What a replica that is not known yet serves."""
-        async with self._new_client() as client:
-            return await list_models(client, replica, timeout_seconds=self.config.feeds.probe_timeout_seconds)
+        return await list_models(self.client, replica, timeout_seconds=self.config.feeds.probe_timeout_seconds)
 
     async def flush(self) -> None:
         while True:

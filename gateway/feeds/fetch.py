@@ -1,18 +1,26 @@
-"""One bounded question to a replica: total time and size limited; no redirects, proxies, decompression or kept
-connection.
+"""One bounded question to a replica: time, size of its head and of its body limited; no redirects, proxies,
+decompression or kept connection.
 
 A kept connection would go on answering for a server that its name no longer points to, so every question opens its own.
+The answer is parsed as the data path parses it, in the callbacks of the socket: a replica that sends ten thousand tiny
+pieces, or interim answers (1xx) without end, costs microseconds for each, and only until a limit is reached.
 """
 
 from __future__ import annotations
 
 import asyncio
 import ssl
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, cast
+from urllib.parse import urlsplit
 
-import httpx
+import httptools
 
+from gateway.config import DEFAULT_PORTS
 from gateway.descriptors import OURS
+
+MAX_HEAD_BYTES = 64 * 1024
+"""Of the head, interim answers before it included; later of what frames the body."""
 
 
 class FetchFailed(Exception):
@@ -23,86 +31,143 @@ class Hindered(FetchFailed):
     """Nobody was asked: this machine had no descriptor, memory or port left. No word about the replica."""
 
 
-def new_client(
-    tls: ssl.SSLContext | None = None, tls_server_name: str | None = None, key: str | None = None
-) -> httpx.AsyncClient:
-    """The client that all feeds share. Time is bounded by `fetch` as a whole, not step by step. `tls`: how `https://`
-    replicas are verified; `tls_server_name`: the name in their certificates, if it is not that of the URL; `key`: what
-    replicas ask for."""
+@dataclass(frozen=True, slots=True)
+class ReplicaClient:
+    """How all feeds ask."""
 
-    async def name_server(request: httpx.Request) -> None:
-        request.extensions["sni_hostname"] = tls_server_name
+    tls: ssl.SSLContext | None = None
+    """How `https://` replicas are verified; by the system's authorities if nobody says."""
+    tls_server_name: str | None = None
+    """The name in their certificates, if it is not that of the URL."""
+    key: str | None = None
+    """What replicas ask for."""
 
-    authorization = {} if key is None else {"Authorization": f"Bearer {key}"}
-    return httpx.AsyncClient(
-        timeout=None,
-        trust_env=False,
-        follow_redirects=False,
-        limits=httpx.Limits(max_connections=None, max_keepalive_connections=0),
-        headers={"Accept-Encoding": "identity", "User-Agent": "warmlane", **authorization},
-        verify=tls or True,
-        event_hooks={"request": [name_server]} if tls_server_name is not None else {},
-    )
+    def question(self, netloc: str, path: str, posting: bytes | None) -> bytes:
+        lines = [
+            f"{'GET' if posting is None else 'POST'} {path} HTTP/1.1",
+            f"Host: {netloc}",
+            "User-Agent: warmlane",
+            "Accept: */*",
+            "Accept-Encoding: identity",
+            "Connection: close",
+        ]
+        if self.key is not None:
+            lines.append(f"Authorization: Bearer {self.key}")
+        if posting is not None:
+            lines += ("Content-Type: application/json", f"Content-Length: {len(posting)}")
+        return "\r\n".join((*lines, "", "")).encode() + (posting or b"")
+
+    async def connect(self, url: str, max_bytes: int) -> tuple[asyncio.Transport, Answer]:
+        """Raises `OSError` and `UnicodeError`."""
+        parts = urlsplit(url)
+        host = parts.hostname or ""
+        tls = (self.tls or ssl.create_default_context()) if parts.scheme == "https" else None
+        loop = asyncio.get_running_loop()
+        return await loop.create_connection(
+            lambda: Answer(max_bytes, loop.create_future()),
+            host,
+            parts.port or DEFAULT_PORTS[parts.scheme],
+            ssl=tls,
+            server_hostname=None if tls is None else self.tls_server_name or host,
+        )
 
 
-class Handshake:
-    """Closes a connection whose TLS handshake was cancelled: httpcore (1.0.9) closes one only when the handshake itself
-    fails, so a server that accepts and says nothing would keep a socket of ours for each question, until the garbage
-    collector comes."""
+class Answer(asyncio.Protocol):
+    """The answer on one connection, until `ended`: then it is whole, or `problem` says why it never will be."""
 
-    def __init__(self) -> None:
-        self._stream: Any = None
+    def __init__(self, max_bytes: int, ended: asyncio.Future[None]) -> None:
+        self.ended = ended
+        self.problem = ""
+        self.body = bytearray()
+        self._max_bytes = max_bytes
+        self._parser: Any = httptools.HttpResponseParser(self)
+        self._transport = cast(asyncio.Transport, None)
+        self._taken = 0
+        self._in_body = self._is_framed = False
 
-    async def note(self, event: str, info: dict[str, Any]) -> None:
-        """httpcore's `trace` extension."""
-        if event == "connection.connect_tcp.complete":
-            self._stream = info["return_value"]
-        elif event == "connection.start_tls.complete":
-            self._stream = None
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
 
-    async def close(self) -> None:
-        if self._stream is not None:
-            await self._stream.aclose()
+    def data_received(self, data: bytes) -> None:
+        if self.ended.done():
+            return
+        self._taken += len(data)
+        try:
+            self._parser.feed_data(data)
+        except (httptools.HttpParserError, httptools.HttpParserUpgrade):
+            self._end("the answer is not HTTP")
+        if not self._in_body and self._taken > MAX_HEAD_BYTES:
+            self._end("too large a head")
+        elif self._taken > self._max_bytes + 2 * MAX_HEAD_BYTES:
+            self._end("its framing takes more than it carries")
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._end("" if self._in_body and not self._is_framed and exc is None else "the connection was lost")
+        self._parser = None  # it knows us, as we know it: without this each answer waits for the collector
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if self._in_body:
+            return  # a trailer
+        name = name.lower()
+        if name in (b"content-length", b"transfer-encoding"):
+            self._is_framed = True
+        elif name == b"content-encoding" and value.lower() != b"identity" and self._parser.get_status_code() == 200:
+            self._end("compressed although not asked for")
+
+    def on_headers_complete(self) -> None:
+        status = self._parser.get_status_code()
+        if status < 200:  # the real answer follows
+            self._is_framed = False
+            return
+        self._in_body = True
+        if status != 200:
+            self._end(f"HTTP {status}")
+
+    def on_body(self, data: bytes) -> None:
+        if len(self.body) + len(data) > self._max_bytes:
+            self._end(f"more than {self._max_bytes} bytes")
+        if not self.ended.done():
+            self.body += data
+
+    def on_message_complete(self) -> None:
+        if self._in_body:
+            self._end("")
+
+    def _end(self, problem: str) -> None:
+        """The first that is said counts."""
+        if not self.ended.done():
+            self.problem = problem
+            self.ended.set_result(None)
+            self._transport.abort()
 
 
 async def fetch(
-    client: httpx.AsyncClient, url: str, *, timeout_seconds: float, max_bytes: int, posting: bytes | None = None
+    client: ReplicaClient, url: str, *, timeout_seconds: float, max_bytes: int, posting: bytes | None = None
 ) -> bytes:
     """Body of a 200 answer to a GET, or to a POST of JSON. Raises `FetchFailed` for everything else: too late, too big,
     another status, no server."""
-    body = bytearray()
-    method, headers = ("GET", None) if posting is None else ("POST", {"Content-Type": "application/json"})
-    handshake = Handshake() if url.startswith("https:") else None
-    extensions = None if handshake is None else {"trace": handshake.note}
-    question = client.stream(method, url, content=posting, headers=headers, extensions=extensions)
+    parts = urlsplit(url)
+    transport: asyncio.Transport | None = None
     try:
-        async with asyncio.timeout(timeout_seconds), question as response:
-            if response.status_code != 200:
-                raise FetchFailed(f"HTTP {response.status_code}")
-            if response.headers.get("content-encoding", "identity") != "identity":
-                raise FetchFailed("compressed although not asked for")
-            async for piece in response.aiter_raw():
-                body += piece
-                if len(body) > max_bytes:
-                    raise FetchFailed(f"more than {max_bytes} bytes")
+        async with asyncio.timeout(timeout_seconds):
+            transport, answer = await client.connect(url, max_bytes)
+            transport.write(client.question(parts.netloc, parts.path, posting))
+            await answer.ended
     except TimeoutError:
         raise FetchFailed(f"no whole answer in {timeout_seconds:g} s") from None
-    except httpx.HTTPError as error:
-        if is_ours(error):
-            raise Hindered("this machine has no socket left") from error
-        raise FetchFailed(str(error).partition("\n")[0] or type(error).__name__) from error
-    finally:
-        if handshake is not None:
-            await handshake.close()
-    return bytes(body)
-
-
-def is_ours(error: BaseException | None) -> bool:
-    """Whether a lack of our own is at its root: what opens sockets wraps it, several of more addresses."""
-    while error is not None:
+    except (OSError, UnicodeError) as error:  # the latter from a name that cannot be one
         if isinstance(error, OSError) and error.errno in OURS:
-            return True
-        if isinstance(error, BaseExceptionGroup) and any(is_ours(one) for one in error.exceptions):
-            return True
-        error = error.__cause__ or error.__context__
-    return False
+            raise Hindered("this machine has no socket left") from error
+        raise FetchFailed(reason_of(error)) from error
+    finally:
+        if transport is not None:
+            transport.abort()
+    if answer.problem:
+        raise FetchFailed(answer.problem)
+    return bytes(answer.body)
+
+
+def reason_of(error: OSError | UnicodeError) -> str:
+    if isinstance(error, ssl.SSLCertVerificationError):
+        return f"its TLS certificate was not accepted: {error.verify_message.rstrip('.')}"
+    return str(error).partition("\n")[0] or type(error).__name__

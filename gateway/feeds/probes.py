@@ -13,11 +13,10 @@ from collections.abc import Awaitable, Callable
 from random import Random
 from typing import Any
 
-import httpx
 import msgspec
 
 from gateway.core.model import Fact, ModelCard, ModelsListed, PauseReported, ProbeAnswered, ReplicaId
-from gateway.feeds.fetch import FetchFailed, Hindered, fetch
+from gateway.feeds.fetch import FetchFailed, Hindered, ReplicaClient, fetch
 from gateway.feeds.replicas import Replicas, watch_each
 
 log = logging.getLogger(__name__)
@@ -39,7 +38,7 @@ class Probes:
         self,
         replicas: Replicas,
         observe: Callable[[Fact], None],
-        client: httpx.AsyncClient,
+        client: ReplicaClient,
         *,
         interval_seconds: float,
         timeout_seconds: float,
@@ -125,9 +124,7 @@ class Probes:
         return await fetch(self._client, url, timeout_seconds=self._timeout_seconds, max_bytes=max_bytes)
 
 
-async def list_models(
-    client: httpx.AsyncClient, replica: ReplicaId, *, timeout_seconds: float
-) -> tuple[ModelCard, ...]:
+async def list_models(client: ReplicaClient, replica: ReplicaId, *, timeout_seconds: float) -> tuple[ModelCard, ...]:
     """What a replica serves. Raises `FetchFailed`, also when the answer is no list of models."""
     page = await fetch(client, f"{replica}/v1/models", timeout_seconds=timeout_seconds, max_bytes=MODELS_MAX_BYTES)
     try:

@@ -11,10 +11,8 @@ import time
 from collections.abc import Awaitable, Callable
 from random import Random
 
-import httpx
-
 from gateway.core.model import Fact, LoadReported, LoadSnapshot, ReplicaId
-from gateway.feeds.fetch import FetchFailed, fetch
+from gateway.feeds.fetch import FetchFailed, ReplicaClient, fetch
 from gateway.feeds.metrics_text import read_load
 from gateway.feeds.replicas import Replicas, watch_each
 
@@ -31,7 +29,7 @@ class Scrape:
         self,
         replicas: Replicas,
         observe: Callable[[Fact], None],
-        client: httpx.AsyncClient,
+        client: ReplicaClient,
         *,
         interval_seconds: float,
         timeout_seconds: float,

@@ -14,11 +14,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated
 
-import httpx
 import msgspec
 
 from gateway.core.model import Fact, PromptCounted, ReplicaId, RouteRequest
-from gateway.feeds.fetch import FetchFailed, fetch
+from gateway.feeds.fetch import FetchFailed, ReplicaClient, fetch
 
 PROMPTS_OF_MODEL = 3
 """The first settles it where prompts are alike; three show whether they are."""
@@ -66,7 +65,7 @@ class TokenCounts:
             self._asked[request.model] = asked + 1
             self._waiting.put_nowait(Sample(replica, request, body))
 
-    async def run(self, client: httpx.AsyncClient) -> None:
+    async def run(self, client: ReplicaClient) -> None:
         while True:
             sample = await self._waiting.get()
             try:
@@ -76,7 +75,7 @@ class TokenCounts:
             request = sample.request
             self._observe(PromptCounted(sample.replica, request.model, request.space, request.length, counted))
 
-    async def _count(self, client: httpx.AsyncClient, sample: Sample) -> int:
+    async def _count(self, client: ReplicaClient, sample: Sample) -> int:
         """Raises `FetchFailed`."""
         url = f"{sample.replica}/tokenize"
         answer = await fetch(

@@ -129,7 +129,7 @@ class Connection(asyncio.Protocol):
         if self._sink is not None and not self._transport.is_closing():
             self._transport.resume_reading()
             limits = self._pool.config
-            limit = limits.idle_timeout_seconds if self._answered else limits.first_byte_timeout_seconds
+            limit = limits.idle_timeout_seconds if self._head_done else limits.first_byte_timeout_seconds
             self.deadline = self._loop.time() + limit
 
     def close(self) -> None:
@@ -148,7 +148,7 @@ class Connection(asyncio.Protocol):
     def expire(self) -> None:
         """Its deadline has passed."""
         limits = self._pool.config
-        if self._answered:
+        if self._head_done:
             self._fail(IdleTimeout(f"The replica sent nothing for {limits.idle_timeout_seconds:g} s in mid-answer."))
         else:
             self._fail(FirstByteTimeout(f"The replica did not answer within {limits.first_byte_timeout_seconds:g} s."))

@@ -5,11 +5,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 
-import httpx
 import pytest
 from scripted_replica import Facts, ScriptedReplica
 
-from gateway.feeds.fetch import new_client
+from gateway.feeds.fetch import ReplicaClient
 
 
 @pytest.fixture
@@ -18,9 +17,8 @@ def facts() -> Facts:
 
 
 @pytest.fixture
-async def client() -> AsyncIterator[httpx.AsyncClient]:
-    async with new_client() as one:
-        yield one
+def client() -> ReplicaClient:
+    return ReplicaClient()
 
 
 @pytest.fixture

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 import logging
 import resource
 import socket
@@ -15,7 +14,7 @@ import pytest
 from scripted_replica import hang, ok, wait_until
 
 from gateway.core.model import ModelCard, ModelsListed, PauseReported, ProbeAnswered
-from gateway.feeds.fetch import Hindered, fetch, is_ours
+from gateway.feeds.fetch import Hindered, fetch
 from gateway.feeds.probes import MODELS_INTERVAL_SECONDS, Probes, read_models
 from gateway.feeds.replicas import Replicas
 
@@ -106,18 +105,14 @@ async def test_a_redirect_is_not_followed(start_replica, replicas, facts, probe)
     assert elsewhere.asked == []
 
 
-async def test_a_proxy_from_the_environment_is_ignored(start_replica, replicas, facts, running, monkeypatch):
-    from gateway.feeds.fetch import new_client
-
+async def test_a_proxy_from_the_environment_is_ignored(start_replica, replicas, facts, probe, monkeypatch):
     for name in ("http_proxy", "HTTP_PROXY", "ALL_PROXY"):
         monkeypatch.setenv(name, "http://127.0.0.1:9")
     one = await start_replica()
     one.answers = {"/health": HEALTHY, "/v1/models": MODELS}
     replicas.update(added=[one.id])
-    async with new_client() as client:
-        probes = Probes(replicas, facts.append, client, interval_seconds=0.01, timeout_seconds=5.0, random=Random(1))
-        running(probes.run())
-        await wait_until(lambda: ProbeAnswered(one.id, True) in facts)
+    probe()
+    await wait_until(lambda: ProbeAnswered(one.id, True) in facts)
 
 
 async def test_a_model_list_that_cannot_be_read_is_logged_once_and_the_replica_stays_healthy(
@@ -299,12 +294,3 @@ async def test_a_probe_for_which_we_have_no_descriptor_is_no_word_about_the_repl
             sock.close()
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     await wait_until(lambda: ProbeAnswered(one.id, True) in facts)
-
-
-def test_a_lack_of_our_own_is_found_at_the_root_of_an_error() -> None:
-    several = ExceptionGroup("several addresses", [OSError(errno.ECONNREFUSED, "no"), OSError(errno.EMFILE, "full")])
-    outer = OSError("All connection attempts failed")
-    outer.__cause__ = several
-    assert is_ours(outer)
-    outer.__cause__ = OSError(errno.ECONNREFUSED, "no")
-    assert not is_ours(outer)

@@ -72,6 +72,40 @@ async def test_framing_without_end_breaks_an_answer_off(mode: str, endless: byte
         assert b"replica_bad_answer" in await asyncio.wait_for(raw_request(gateway, post(ODD_BODY)), 10)
 
 
+EARLY = b"HTTP/1.1 103 Early Hints\r\nlink: </x>\r\n\r\n"
+
+
+async def test_interim_answers_are_passed_over_and_those_without_end_are_broken_off(mode: str) -> None:
+    """The replica's connection ends with it: whoever goes on sending into it must not burn a core here."""
+
+    async def script(exchange: ReplicaExchange) -> None:
+        if b"some" in exchange.body:
+            await exchange.send(EARLY * 20)
+            await exchange.answer(ANSWER)
+        while not exchange.closed.is_set() and b"endless" in exchange.body:
+            await exchange.send(EARLY * 100)
+            await asyncio.sleep(0.001)
+
+    async with ScriptedReplica(script).running() as replica, running_gateway(replica, mode=mode) as gateway:
+        assert (await gateway.chat("some")).content == ANSWER
+        response = await gateway.chat("endless")
+        assert (response.status_code, response.json()["error"]["code"]) == (502, "replica_bad_answer")
+        await eventually(lambda: replica.exchanges[-1].reader.exception() or replica.exchanges[-1].reader.at_eof())
+        assert len(replica.exchanges) == 2
+
+
+async def test_interim_answers_that_come_slowly_win_no_time(mode: str) -> None:
+    async def script(exchange: ReplicaExchange) -> None:
+        while not exchange.closed.is_set():
+            await exchange.send(EARLY)
+            await asyncio.sleep(0.05)
+
+    limits = {"first_byte_timeout_seconds": 0.5, "idle_timeout_seconds": 60.0}
+    async with ScriptedReplica(script).running() as replica, running_gateway(replica, mode=mode, upstream=limits) as g:
+        response = await g.chat()
+        assert (response.status_code, response.json()["error"]["code"]) == (504, "replica_timeout")
+
+
 async def test_trailers_are_no_headers(mode: str) -> None:
     async def script(exchange: ReplicaExchange) -> None:
         await exchange.send(
