@@ -6,8 +6,9 @@ request that the replica rejected, back-pressure. One sign is enough where an en
 
 An ejected replica waits out a back-off: 1 s, then 8 s, then a minute, spread by up to 10 % so that several gateways or
 replicas do not come back in step. After that a good probe brings it back, or, where good probes are missing or prove
-nothing, one trial request. Failed probes do not lengthen the wait, for they cost nobody anything: a server that was
-away for an hour is back with its first good probe. Failed flights do. The growth is forgotten after a calm minute, so
+nothing, one trial request. Failed probes do not lengthen the wait, nor does a trial that finds nobody there, for they
+cost nobody anything: a server that was away for an hour is back with its first good probe. Flights that fail there do.
+The growth is forgotten after a calm minute, so
 a replica that fails half its requests, or flaps, soon gets next to none.
 """
 
@@ -150,6 +151,10 @@ class Health:
             self.flights_failed = True  # sent before we knew: not another reason to wait longer
             return False
         self._trial = False
+        if self.state is HealthState.EJECTED and not reached:
+            self.flights_failed = True
+            self.retry_at = max(self.retry_at, now + FIRST_BACK_OFF_SECONDS)
+            return False
         self._failed_flights += 1
         self._failed_share += SHARE_STEP * (1.0 - self._failed_share)
         few = self._failed_flights < FAILURES_TO_EJECT and self._failed_share < SHARE_TO_EJECT

@@ -98,8 +98,6 @@ class Call:
     """Whose key it came with; `None` while nobody is asked for one."""
     lost: UpstreamError | None = None
     """How it was first lost unanswered, perhaps by a replica that had begun with it: once more is all it gets."""
-    replayed: bool = False
-    """It got that, out of the budget."""
 
 
 class FrontDoor:
@@ -158,6 +156,7 @@ class FrontDoor:
             self.telemetry.request_read(record, request)
             if call.caller is not None:
                 stay = keyed.enter(call.caller, request, self.clock())
+            self.replays.earn()
             came = self.clock()
             ticket = await self.gate.enter(request)
             record.waited_seconds = self.clock() - came
@@ -241,36 +240,32 @@ class FrontDoor:
         """Until one attempt has reached the client. `bound`: the gate has decided and started the first already."""
         excluded: set[ReplicaId] = set()
         last_error: UpstreamError | None = None
-        try:
-            while True:
-                try:
-                    flight = bound or self._start(request, excluded)
-                except RoutingError as error:
-                    raise last_error or error from None
-                if last_error is not None:
-                    self.telemetry.replayed(REPLAY_CAUSES[type(last_error)])
-                if self.on_prompt is not None and call.endpoint.shape in COUNTED:
-                    self.on_prompt(flight.replica, request, call.body)
-                last_error = await self._attempt(call, flight, lines, client, record)
-                if last_error is None:
-                    return
-                if last_error.executed and not self._may_replay(call, last_error):
-                    raise last_error
-                excluded.add(flight.replica)
-                bound = None
-        finally:
-            if call.replayed:
-                self.replays.give_back()
+        while True:
+            try:
+                flight = bound or self._start(request, excluded)
+            except RoutingError as error:
+                raise last_error or error from None
+            if last_error is not None:
+                self.telemetry.replayed(REPLAY_CAUSES[type(last_error)])
+            if self.on_prompt is not None and call.endpoint.shape in COUNTED:
+                self.on_prompt(flight.replica, request, call.body)
+            last_error = await self._attempt(call, flight, lines, client, record)
+            if last_error is None:
+                return
+            if last_error.executed and not self._may_replay(call, last_error):
+                raise last_error
+            excluded.add(flight.replica)
+            bound = None
 
     def _may_replay(self, call: Call, error: UpstreamError) -> bool:
         """Whether what may have been begun may be begun once more: once, and if so the budget is charged."""
         if call.lost is not None or not (error.replayable and self._is_movable(call)):
             return False
         call.lost = error
-        call.replayed = self.replays.take()
-        if not call.replayed:
-            self.telemetry.replay_refused()
-        return call.replayed
+        if self.replays.take():
+            return True
+        self.telemetry.replay_refused()
+        return False
 
     def _is_movable(self, call: Call) -> bool:
         return call.endpoint.stateless and self._upstream_config.replay
@@ -353,9 +348,10 @@ class FrontDoor:
                     raise
                 relay.failed(DeadlineExceeded("The request was not finished in its time."))
                 return relay
-            if complete or not (
-                connection.reused and isinstance(relay.error, ConnectionLost) and self._may_replay(call, relay.error)
-            ):
+            if complete or not isinstance(relay.error, ConnectionLost):
+                return relay
+            upstream.close()  # those that idle are no better than this one was
+            if not (connection.may_be_stale and self._may_replay(call, relay.error)):
                 return relay
             # As a rule the replica had closed this kept connection before our bytes came, but nothing proves it.
             connection = await self._connect(upstream)

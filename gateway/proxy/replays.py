@@ -1,39 +1,42 @@
-"""Second attempts after a connection was lost, a kept one too: allowed at all, and how many may run at once.
+"""Second attempts after a connection was lost, a kept one too: allowed at all, and how many.
 
-A replay is work that may be done twice. When one replica dies, a few requests go to the others; when the network or
-the fleet is in trouble, everybody's requests would, and the trouble would grow. So replays that run are limited to a
-share of all requests in flight. Attempts that follow a refused connection, or the word of an engine that it did
-nothing, double no work and are not counted.
+A replay is work that may be done twice. When one replica dies, all that it was at goes to the others, and should;
+when the network or the fleet is in trouble again and again, so would everybody's requests, and the trouble would grow.
+So each request earns a fifth of a replay, and what is saved suffices to lose all that is in flight at one moment, once.
+Attempts that follow a refused connection, or the word of an engine that it did nothing, double no work and are not
+counted.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-BUDGET_SHARE = 0.2
-"""Of the requests in flight. Envoy's default budget for retries."""
-LEAST_BUDGET = 3
-"""So that a gateway with little to do survives the loss of a replica too."""
+PRICE = 5
+"""Requests that pay for one replay, in the long run. Envoy's default budget for retries, but earned over time: a fifth
+of what is in flight at the moment would not do where one of two replicas dies, or one of three."""
+LEAST_SAVED = 10
+"""So that a gateway with little to do, or one that just started, survives the loss of a replica too."""
 
 
 class Replays:
-    """`take` before a replay, `give_back` when its request has ended."""
+    """`earn` with each request, `take` before a replay."""
 
-    __slots__ = ("_in_flight", "running")
+    __slots__ = ("_earned", "_in_flight")
 
     def __init__(self, in_flight: Callable[[], int]) -> None:
         self._in_flight = in_flight
-        self.running = 0
+        self._earned = LEAST_SAVED * PRICE
+        """Counted in requests."""
+
+    def earn(self) -> None:
+        self._earned = min(self._earned + 1, PRICE * max(LEAST_SAVED, self._in_flight()))
 
     def take(self) -> bool:
-        """Whether one more may run; then it counts."""
-        if self.running >= max(LEAST_BUDGET, BUDGET_SHARE * self._in_flight()):
+        """Whether one more may run; then it is spent."""
+        if self._earned < PRICE:
             return False
-        self.running += 1
+        self._earned -= PRICE
         return True
 
-    def give_back(self) -> None:
-        self.running -= 1
-
     def __repr__(self) -> str:
-        return f"<Replays {self.running} running>"
+        return f"<Replays {self._earned / PRICE:g} saved>"

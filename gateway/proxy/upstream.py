@@ -46,6 +46,9 @@ FRAMING = frozenset((b"content-length", b"transfer-encoding"))
 RECEIVE_BUFFER_BYTES = 96 * 1024
 """What the kernel keeps for us of an answer (it doubles this): the most that one read brings, hence what a client that
 reads slowly holds here. Left alone it grows to 6 MiB for each. Enough for 10 MB/s to a replica 10 ms away."""
+STALE_SECONDS = 1.0
+"""Servers close connections that idle for longer than this (uvicorn: 5 s). One that is lost sooner was lost with its
+replica, or by it."""
 MAX_HEAD_BYTES = 64 * 1024
 """Response heads are refused above this, and framing between two pieces; real ones have a few hundred bytes."""
 
@@ -78,7 +81,7 @@ class Connection(asyncio.Protocol):
         "_transport",
         "deadline",
         "idle_since",
-        "reused",
+        "may_be_stale",
     )
 
     def __init__(self, pool: Upstream, loop: asyncio.AbstractEventLoop) -> None:
@@ -92,7 +95,8 @@ class Connection(asyncio.Protocol):
         self._head_bytes = self._barren_bytes = 0
         self._head_done = self._complete = self._answered = self._close_delimited = False
         self._reusable = True
-        self.reused = False
+        self.may_be_stale = False
+        """It had idled long enough for the replica to have closed it before our bytes came."""
         self.idle_since = 0.0
         self.deadline = 0.0
 
@@ -284,11 +288,12 @@ class Upstream:
 
     def lease(self) -> Connection | None:
         """An idle connection that is still good, the most recently used first."""
-        fresh_after = self._loop.time() - self.config.pool_idle_seconds
+        now = self._loop.time()
+        fresh_after = now - self.config.pool_idle_seconds
         while self.idle:
             connection = self.idle.pop()
             if connection.idle_since >= fresh_after and connection.usable:
-                connection.reused = True
+                connection.may_be_stale = now - connection.idle_since >= STALE_SECONDS
                 return connection
             connection.close()
         return None

@@ -127,6 +127,18 @@ def test_failures_during_the_back_off_do_not_lengthen_it_but_a_failed_request_af
     assert health.retry_at >= 10.2
 
 
+def test_a_trial_that_finds_nobody_there_does_not_lengthen_the_wait() -> None:
+    """O-09: it was refused, so it cost nobody anything; a dead server would else be out for a minute more."""
+    health = ejected(now=0.0)
+    for second in range(2, 60, 2):
+        health.flight_started()
+        health.flight_failed(float(second), float(second), reached=False)
+        assert not health.may_be_tried(float(second) + 0.5)
+        assert health.may_be_tried(float(second) + 1.0)
+    assert health.probe(True, "", 60.0)
+    assert health.state is UP
+
+
 def test_a_server_that_was_away_for_an_hour_is_back_with_its_first_good_probe() -> None:
     """Failed probes cost nobody anything, so they do not lengthen the wait."""
     health = ejected(now=0.0)

@@ -84,6 +84,8 @@ def without(case: Case, name: str) -> Case:
 
 
 USAGE = {"include_usage": True}
+SOON = {"min_tokens": 4, "max_tokens": 400}
+"""Before the string that stops it: else whether any event comes before the last is chance."""
 CASES: dict[str, Case] = {
     "health": get("/health"),
     "ping": get("/ping"),
@@ -109,8 +111,8 @@ CASES: dict[str, Case] = {
     ),
     "chat stream, log probabilities": chat(stream=True, logprobs=True, top_logprobs=1),
     "chat stream, token ids": chat(stream=True, return_token_ids=True),
-    "chat, stopped by a string": chat(stop=["e"], max_tokens=400),
-    "chat stream, stopped by a string": chat(stop="e", max_tokens=400, stream=True),
+    "chat, stopped by a string": chat(stop=["e"], **SOON),
+    "chat stream, stopped by a string": chat(stop="e", **SOON, stream=True),
     "chat, tools, none needed": chat(tools=[TOOL]),
     "chat, tool cut short": chat(tools=[TOOL], tool_choice=NAMED),
     "chat stream, tool cut short": chat(tools=[TOOL], tool_choice=NAMED, stream=True, max_tokens=40),
@@ -165,7 +167,7 @@ CASES: dict[str, Case] = {
     "completion, echo": completion(echo=True),
     "completion, log probabilities": completion(logprobs=1),
     "completion, token ids out": completion(return_token_ids=True),
-    "completion, stopped by a string": completion(stop=["e"], max_tokens=400),
+    "completion, stopped by a string": completion(stop=["e"], **SOON),
     "completion stream": completion(stream=True),
     "completion stream, usage": completion(stream=True, stream_options=USAGE),
     "completion without prompt": without(completion(), "prompt"),

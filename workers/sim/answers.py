@@ -104,7 +104,11 @@ def _cut(wish: Wish, pieces: list[bytes], opening: list[bytes], ended: bool = Tr
     text = "".join(visible)
     ends = list(accumulate(map(len, visible)))
     reason = "length" if limited or not ended else "stop"
-    stops = [(at + len(stop), at, stop) for stop in wish.stop if stop and (at := text.find(stop)) >= 0]
+    # Up to here vLLM looks for no stop string, though the first part of one may lie here.
+    least = ends[min(wish.min_tokens, len(ends)) - 1] if wish.min_tokens else 0
+    """Characters among which vLLM looks for no stop string; the last one's first part may lie there."""
+    found = [(text.find(stop, max(0, least + 1 - len(stop))), stop) for stop in wish.stop if stop]
+    stops = [(at + len(stop), at, stop) for at, stop in found if at >= 0]
     if not stops or wish.call:
         return Answer(tokens, ends, text, reason, call=wish.call)
     end, at, stop = min(stops)
