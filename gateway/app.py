@@ -37,6 +37,7 @@ from gateway.core.router import Router
 from gateway.descriptors import raise_limit, within_descriptors
 from gateway.feeds.addresses import Allowlist
 from gateway.feeds.discovery import Discovery
+from gateway.feeds.engines import Engines, Said
 from gateway.feeds.fetch import ReplicaClient
 from gateway.feeds.probes import Probes, list_models
 from gateway.feeds.registry import Registry
@@ -107,6 +108,7 @@ class Gateway:
             replica_key=key,
         )
         self.replicas = Replicas()
+        self.engines = Engines({one.url: Said(one.engine, one.cache_tokens) for one in config.replicas})
         self.discovery = Discovery(
             self.replicas,
             self.observe,
@@ -124,7 +126,7 @@ class Gateway:
         )
         self.admin_key = read_admin_key(config.admin)
         self.viewers = Viewers(config.server.host, self.admin_key)
-        self.view = FleetView(self.router, self.discovery, self.registry)
+        self.view = FleetView(self.router, self.discovery, self.registry, self.engines)
 
     @property
     def draining(self) -> bool:
@@ -135,6 +137,7 @@ class Gateway:
         self.router.observe(fact, self.clock())
         if isinstance(fact, ReplicaRemoved):
             self.door.retire(fact.replica)
+            self.engines.forget(fact.replica)
         self.door.gate.release()
 
     def requests(self) -> int:
@@ -175,6 +178,7 @@ class Gateway:
             interval_seconds=feeds.probe_interval_seconds,
             timeout_seconds=feeds.probe_timeout_seconds,
             random=Random(),
+            engines=self.engines,
         )
         scrape = Scrape(
             replicas,
@@ -184,12 +188,13 @@ class Gateway:
             timeout_seconds=feeds.scrape_timeout_seconds,
             max_bytes=feeds.scrape_max_bytes,
             random=Random(),
+            engines=self.engines,
         )
         jobs = [self.discovery.run(), probes.run(), scrape.run()]
         if self.config.admin.allow:
             jobs.append(self.registry.run())
         if feeds.tokenize and policy_named(self.config.routing.policy).reads_cache:
-            counts = TokenCounts(self.observe)
+            counts = TokenCounts(self.observe, self.engines)
             self.door.on_prompt = counts.note
             jobs.append(counts.run(client))
         return jobs

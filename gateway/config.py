@@ -16,6 +16,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from gateway.config_errors import explained
+from gateway.core.replica import MINIMUM_CACHE_TOKENS
 from gateway.core.settings import RoutingSettings
 
 Seconds = Annotated[float, Meta(gt=0, le=86_400)]
@@ -23,6 +24,7 @@ TokensPerSecond = Annotated[float, Meta(gt=0, le=1e9)]
 PolicyName = Literal[
     "round-robin", "random", "least-requests", "least-work", "session-hash", "prefix-only", "cache-cost"
 ]
+EngineName = Literal["vllm", "sglang", "tensorrt-llm", "llama.cpp", "ollama", "openai"]
 
 CORE = RoutingSettings()
 """Defaults of the core, stated once there."""
@@ -67,11 +69,15 @@ class Server(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Replica(Struct, frozen=True, forbid_unknown_fields=True):
-    """`[[replicas]]`: one vLLM server."""
+    """`[[replicas]]`: one server, vLLM as a rule."""
 
     url: str
     prefill_rate: TokensPerSecond | None = None
     """Uncached prompt tokens per second when known (a preset's measured value); learned from traffic otherwise."""
+    engine: EngineName | None = None
+    """What runs there (`gateway/feeds/dialects.py`). Not set: recognised. `openai` is for all that are not listed."""
+    cache_tokens: Annotated[int, Meta(ge=MINIMUM_CACHE_TOKENS, le=10**12)] | None = None
+    """Size of its KV cache, for an engine whose metrics do not tell it."""
 
 
 class Discovery(Struct, frozen=True, forbid_unknown_fields=True):

@@ -27,6 +27,7 @@ class Replica(Struct):
     models: list[str]
     last_failure: str
     load: Load | None
+    engine: str | None = None
 
 
 class Address(Struct):
@@ -74,7 +75,7 @@ def table(answer: bytes) -> str:
         fleet = msgspec.json.decode(answer, type=Fleet)
     except msgspec.DecodeError as error:
         raise Unanswered(f"not an answer of a Warmlane gateway: {error}") from error
-    rows = [["replica", "source", "health", "in flight", "running", "waiting", "kv", "load age", "models"]]
+    rows = [["replica", "source", "engine", "health", "in flight", "running", "waiting", "kv", "load age", "models"]]
     rows += [_row(one) for one in fleet.replicas]
     lines = aligned(rows)
     lines += [
@@ -96,4 +97,4 @@ def _row(one: Replica) -> list[str]:
     age = "-" if load is None else f"{load.age_seconds:.1f} s"
     running, waiting = (None, None) if load is None else (load.running, load.waiting)
     counts = ["-" if count is None else str(count) for count in (one.in_flight, running, waiting)]
-    return [one.replica, one.source, health, *counts, kv, age, str(len(one.models))]
+    return [one.replica, one.source, one.engine or "-", health, *counts, kv, age, str(len(one.models))]

@@ -13,6 +13,7 @@ from gateway.admin_key import AdminKey
 from gateway.core.model import Decision, ReplicaStatistics
 from gateway.core.router import Router
 from gateway.feeds.discovery import Discovery
+from gateway.feeds.engines import Engines
 from gateway.feeds.registry import Registration, Registry
 from gateway.proxy.errors import AdminKeyRequired, NotOpen
 
@@ -42,10 +43,11 @@ class Viewers:
 class FleetView:
     """All replicas as JSON: what the router knows of each, where it comes from, and who is registered but stays out."""
 
-    def __init__(self, router: Router, discovery: Discovery, registry: Registry) -> None:
+    def __init__(self, router: Router, discovery: Discovery, registry: Registry, engines: Engines) -> None:
         self._router = router
         self._discovery = discovery
         self._registry = registry
+        self._engines = engines
 
     def show(self, now: float) -> dict[str, Any]:
         replicas = self._router.statistics(now).replicas
@@ -76,6 +78,7 @@ class FleetView:
         return {
             "replica": one.replica,
             "source": self._discovery.source(one.replica),
+            "engine": self._engines.name(one.replica),
             "health": one.health.value,
             "available": one.available,
             "draining": one.draining,

@@ -450,8 +450,8 @@ async def test_the_command_shows_drains_and_undrains(caplog, monkeypatch, capsys
         key = ("--key-env", VARIABLE)
         assert await run_here("replicas", "--url", gateway.url) == 0
         head, row = capsys.readouterr().out.splitlines()
-        assert head.split()[:3] == ["replica", "source", "health"]
-        assert row.split()[:3] == [replica.url, "configured", "up"]
+        assert head.split()[:3] == ["replica", "source", "engine"]
+        assert row.split()[:4] == [replica.url, "configured", "vllm", "up"]
 
         assert await run_here("drain", replica.url, "--url", gateway.admin_url, *key) == 0
         assert capsys.readouterr().out == f"{replica.url}: draining, 0 requests there\n"

@@ -48,6 +48,8 @@ def test_a_whole_file_is_read(write):
             prefill_rate = 39000
             [[replicas]]
             url = "http://gpu-7"
+            engine = "llama.cpp"
+            cache_tokens = 8192
             [discovery]
             dns = "http://vllm.default.svc:8000/"
             [routing]
@@ -61,6 +63,8 @@ def test_a_whole_file_is_read(write):
     assert (config.server.host, config.server.port, config.server.keep_alive_seconds) == ("0.0.0.0", 9000, 5.0)
     assert [replica.url for replica in config.replicas] == ["http://127.0.0.1:8101", "http://gpu-7:80"]
     assert config.replicas[0].prefill_rate == 39_000.0
+    assert [replica.engine for replica in config.replicas] == [None, "llama.cpp"]
+    assert [replica.cache_tokens for replica in config.replicas] == [None, 8_192]
     assert config.discovery.dns == "http://vllm.default.svc:8000"
     assert config.routing.settings().policy == "least-work"
     assert config.routing.shadow == ("cache-cost", "random")

@@ -58,7 +58,7 @@ class ModelCard:
 
     id: str
     created: int = 0
-    owned_by: str = "vllm"
+    owned_by: str = ""
     root: str | None = None
     parent: str | None = None
     max_model_len: int | None = None
@@ -137,6 +137,14 @@ class CacheCleared:
 
 
 @dataclass(frozen=True, slots=True)
+class CacheSized:
+    """Size of a replica's KV cache, from elsewhere than its metrics."""
+
+    replica: ReplicaId
+    cache_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
 class PromptCounted:
     """A replica has counted the tokens of a prompt whose key has `length` bytes."""
 
@@ -163,6 +171,7 @@ Fact = (
     | LoadReported
     | ProbeAnswered
     | CacheCleared
+    | CacheSized
     | PromptCounted
     | PauseReported
 )

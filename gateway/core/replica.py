@@ -130,8 +130,18 @@ class Replica:
         if snapshot.asleep is not None:
             self._asleep = snapshot.asleep
             self._rest(now)
-        if snapshot.cache_tokens is not None and snapshot.cache_tokens >= MINIMUM_CACHE_TOKENS:
-            self.cache_tokens = float(snapshot.cache_tokens)
+        if snapshot.cache_tokens is not None:
+            self._size_cache(snapshot.cache_tokens)
+
+    def cache_sized(self, cache_tokens: int) -> None:
+        """Said elsewhere than in its metrics, which know better."""
+        last = self.load.snapshot
+        if last is None or last.cache_tokens is None:
+            self._size_cache(cache_tokens)
+
+    def _size_cache(self, cache_tokens: int) -> None:
+        if cache_tokens >= MINIMUM_CACHE_TOKENS:
+            self.cache_tokens = float(cache_tokens)
             self.cache_tokens_known = True
             self._fit_index()
 

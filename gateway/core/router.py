@@ -33,6 +33,7 @@ from gateway.core.flight import Flight
 from gateway.core.holding import Promises
 from gateway.core.model import (
     CacheCleared,
+    CacheSized,
     Decision,
     DrainRequested,
     Fact,
@@ -122,6 +123,8 @@ class Router:
                 replica.draining = draining
             case CacheCleared():
                 replica.clear()
+            case CacheSized(cache_tokens=cache_tokens):
+                replica.cache_sized(cache_tokens)
             case PromptCounted(model=model, space=space, length=length, prompt_tokens=prompt_tokens):
                 ratio = self._bytes_per_token.learn(model, space, length, prompt_tokens)
                 for each in self._replicas.values():  # whoever counted: all that serve the model get such prompts

@@ -1,4 +1,5 @@
-"""Reads the few families that routing needs from a vLLM `/metrics` page, in the Prometheus text format.
+"""Reads the few families that routing needs from a replica's metrics page, in the Prometheus text format. Which they
+are says the dialect of its engine (`dialects.py`).
 
 A page has some 600 lines of which about fifteen matter, so only those are parsed: 0.15 ms against 6 ms with
 prometheus-client's parser for a page of vLLM 0.32 (51 kB). What is absent or not a usable number is `None`, never zero.
@@ -9,32 +10,12 @@ one unusable sample makes the whole family unknown.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple, TypeVar
 
 from gateway.core.model import LoadSnapshot
+from gateway.feeds.dialects import VLLM, Families, Names
 
-RUNNING = (b"vllm:num_requests_running",)
-WAITING = (b"vllm:num_requests_waiting",)
-KV_USAGE = (b"vllm:kv_cache_usage_perc", b"vllm:gpu_cache_usage_perc")
-PREFIX_QUERIES = (
-    b"vllm:prefix_cache_queries_total",
-    b"vllm:prefix_cache_queries",
-    b"vllm:gpu_prefix_cache_queries_total",
-    b"vllm:gpu_prefix_cache_queries",
-)
-PREFIX_HITS = (
-    b"vllm:prefix_cache_hits_total",
-    b"vllm:prefix_cache_hits",
-    b"vllm:gpu_prefix_cache_hits_total",
-    b"vllm:gpu_prefix_cache_hits",
-)
-CACHE_CONFIG = (b"vllm:cache_config_info",)
-SLEEP_STATE = (b"vllm:engine_sleep_state",)
-STARTED_AT = (b"process_start_time_seconds",)
-"""Names of one family over the versions of vLLM, newest first; the first that is on the page counts."""
-
-WANTED = (*RUNNING, *WAITING, *KV_USAGE, *PREFIX_QUERIES, *PREFIX_HITS, *CACHE_CONFIG, *SLEEP_STATE, *STARTED_AT)
 BEHIND_NAME = (b"{", b" ", b"\t")
 
 MOST = 1e15
@@ -55,31 +36,32 @@ class Sample(NamedTuple):
     value: float | None
     """`None` when it is no finite number of zero or more."""
 
-    @property
-    def engine(self) -> str:
-        return self.labels.get("engine", "")
+
+Gauge = dict[str, float | None]
+"""A gauge, engine by engine of one replica."""
 
 
-def read_load(page: bytes, taken_at: float) -> LoadSnapshot:
+def read_load(page: bytes, taken_at: float, families: Families = VLLM.families) -> LoadSnapshot:
     """The load snapshot that a page describes. A page without any of the families gives one of `None`s."""
-    lines = [line for line in page.split(b"\n") if line.startswith(WANTED)]
+    wanted = families.wanted
+    lines = [line for line in page.split(b"\n") if line.startswith(wanted)]
     if len(lines) > MOST_LINES:
         lines = []
-    capacities = _cache_tokens(_samples(lines, CACHE_CONFIG))
+    capacities = _cache_tokens(lines, families)
     return LoadSnapshot(
         taken_at=taken_at,
-        running=_total(_samples(lines, RUNNING)),
-        waiting=_total(_samples(lines, WAITING)),
-        kv_usage=_kv_usage(_samples(lines, KV_USAGE), capacities),
-        prefix_queries=_total(_samples(lines, PREFIX_QUERIES)),
-        prefix_hits=_total(_samples(lines, PREFIX_HITS)),
-        cache_tokens=_complete(list(capacities.values()), sum),
-        started_at=_complete([sample.value for sample in _samples(lines, STARTED_AT)], max),
-        asleep=_asleep(_samples(lines, SLEEP_STATE)),
+        running=_total(_gauge(lines, families.running, families).values()),
+        waiting=_total(_gauge(lines, families.waiting, families).values()),
+        kv_usage=_kv_usage(_gauge(lines, families.kv_usage, families, max), capacities),
+        prefix_queries=_queries(lines, families),
+        prefix_hits=_counted(lines, families.prefix_hits),
+        cache_tokens=_complete(capacities.values(), sum),
+        started_at=_complete([sample.value for sample in _samples(lines, families.started_at)], max),
+        asleep=_asleep(_samples(lines, families.sleep_state)),
     )
 
 
-def _samples(lines: list[bytes], names: tuple[bytes, ...]) -> list[Sample]:
+def _samples(lines: list[bytes], names: Names) -> list[Sample]:
     """Samples of the first of these names that the page has. A longer name that starts alike is another family."""
     for name in names:
         end = len(name)
@@ -113,27 +95,69 @@ def _number(text: str) -> float | None:
     return value if 0 <= value <= MOST else None
 
 
-def _complete(values: list[Number | None], combine: Callable[[list[Number]], Number]) -> Number | None:
+def _complete(values: Iterable[Number | None], combine: Callable[[list[Number]], Number]) -> Number | None:
     """All values combined, or `None` if there are none or one of them is unknown."""
-    known = [value for value in values if value is not None]
-    return combine(known) if known and len(known) == len(values) else None
+    everything = list(values)
+    known = [value for value in everything if value is not None]
+    return combine(known) if known and len(known) == len(everything) else None
 
 
-def _total(samples: list[Sample]) -> int | None:
-    total = _complete([sample.value for sample in samples], sum)
+def _total(values: Iterable[float | None]) -> int | None:
+    total = _complete(values, sum)
     return None if total is None else int(total)
 
 
-def _cache_tokens(samples: list[Sample]) -> dict[str, int | None]:
-    """Capacity of each engine. vLLM's own count where it gives one: blocks times block size overstates what hybrid
-    models can hold, which spend blocks on their window layers too."""
+def _counted(lines: list[bytes], names: Names) -> int | None:
+    return _total(sample.value for sample in _samples(lines, names))
+
+
+def _queries(lines: list[bytes], families: Families) -> int | None:
+    """Tokens looked up. Some count apart what was found."""
+    queries = _counted(lines, families.prefix_queries)
+    if queries is None or not families.queries_leave_hits_out:
+        return queries
+    return queries + (_counted(lines, families.prefix_hits) or 0)
+
+
+def _gauge(
+    lines: list[bytes], names: Names, families: Families, combine: Callable[[list[float]], float] = sum
+) -> Gauge:
+    """One value for each engine: its samples combined, or the largest where its ranks repeat it."""
+    found: dict[str, list[float | None]] = {}
+    for sample in _samples(lines, names):
+        if not sample.labels.get(families.part_label):
+            found.setdefault(sample.labels.get(families.engine, ""), []).append(sample.value)
+    if families.ranks_repeat:
+        combine = max
+    return {engine: _complete(values, combine) for engine, values in found.items()}
+
+
+def _cache_tokens(lines: list[bytes], families: Families) -> dict[str, int | None]:
+    """Capacity of each engine, from whichever form its dialect has."""
+    if families.cache_config:
+        return _configured_tokens(_samples(lines, families.cache_config), families.engine)
+    if families.cache_tokens:
+        gauge = _gauge(lines, families.cache_tokens, families)
+        return {engine: _whole(tokens) for engine, tokens in gauge.items()}
+    blocks, sizes = (_gauge(lines, names, families) for names in (families.cache_blocks, families.block_tokens))
+    return {engine: _whole((count or 0.0) * (sizes.get(engine) or 0.0)) for engine, count in blocks.items()}
+
+
+def _whole(number: float | None) -> int | None:
+    """An amount that is there."""
+    return int(number) or None if number is not None and number <= MOST else None
+
+
+def _configured_tokens(samples: list[Sample], engine: str) -> dict[str, int | None]:
+    """vLLM's own count where it gives one: blocks times block size overstates what hybrid models can hold, which spend
+    blocks on their window layers too."""
     capacities: dict[str, int | None] = {}
     for sample in samples:
         tokens = _count(sample.labels.get("kv_cache_size_tokens"))
         blocks, block_size = _count(sample.labels.get("num_gpu_blocks")), _count(sample.labels.get("block_size"))
         if tokens is None and blocks is not None and block_size is not None:
             tokens = blocks * block_size
-        capacities[sample.engine] = tokens
+        capacities[sample.labels.get(engine, "")] = tokens
     return capacities
 
 
@@ -144,16 +168,15 @@ def _count(text: str | None) -> int | None:
     return int(text) or None
 
 
-def _kv_usage(samples: list[Sample], capacities: dict[str, int | None]) -> float | None:
+def _kv_usage(gauge: Gauge, capacities: dict[str, int | None]) -> float | None:
     """Share of all blocks in use: the mean over engines weighted by capacity. Without every capacity the fullest engine
     speaks for all: pressure that is hidden costs preemptions, pressure that is overstated only a detour."""
-    usages = [sample.value if sample.value is not None and sample.value <= 1 else None for sample in samples]
-    fullest = _complete(usages, max)
-    weights = [capacities.get(sample.engine) for sample in samples]
-    capacity = _complete(weights, sum)
+    usages = {engine: usage if usage is not None and usage <= 1 else None for engine, usage in gauge.items()}
+    fullest = _complete(usages.values(), max)
+    capacity = _complete([capacities.get(engine) for engine in usages], sum)
     if fullest is None or capacity is None:
         return fullest
-    return sum((usage or 0.0) * (weight or 0) for usage, weight in zip(usages, weights, strict=True)) / capacity
+    return sum((usage or 0.0) * (capacities[engine] or 0) for engine, usage in usages.items()) / capacity
 
 
 def _asleep(samples: list[Sample]) -> bool | None:

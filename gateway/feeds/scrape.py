@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Callable
 from random import Random
 
 from gateway.core.model import Fact, LoadReported, LoadSnapshot, ReplicaId
+from gateway.feeds.engines import Engines
 from gateway.feeds.fetch import FetchFailed, ReplicaClient, fetch
 from gateway.feeds.metrics_text import read_load
 from gateway.feeds.replicas import Replicas, watch_each
@@ -35,6 +36,7 @@ class Scrape:
         timeout_seconds: float,
         max_bytes: int,
         random: Random,
+        engines: Engines | None = None,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
@@ -45,6 +47,7 @@ class Scrape:
         self._timeout_seconds = timeout_seconds
         self._max_bytes = max_bytes
         self._random = random
+        self._engines = engines or Engines()
         self._clock = clock
         self._sleep = sleep
 
@@ -55,15 +58,21 @@ class Scrape:
         failures = 0
         while True:
             began = self._clock()
+            dialect = self._engines.dialect(replica)
+            if dialect.metrics is None:
+                await self._sleep(MAX_PAUSE_SECONDS)
+                continue
+            url = f"{replica}{dialect.metrics}"
             try:
-                snapshot = await self._load(replica, began)
+                snapshot = await self._load(replica, url, began)
             except FetchFailed as error:
                 if failures == 0:
-                    log.warning("%s/metrics is not usable: %s", replica, error)
+                    remedy = f"; {dialect.without_metrics}" if dialect.without_metrics else ""
+                    log.warning("%s is not usable: %s%s", url, error, remedy)
                 failures += 1
             else:
                 if failures:
-                    log.info("%s/metrics is usable again", replica)
+                    log.info("%s is usable again", url)
                 failures = 0
                 self._observe(LoadReported(replica, snapshot))
             pause = self._pause_seconds(failures) * self._random.uniform(1 - JITTER, 1 + JITTER)
@@ -73,9 +82,8 @@ class Scrape:
         longest = max(self._interval_seconds, MAX_PAUSE_SECONDS)
         return min(longest, self._interval_seconds * 2.0 ** min(failures, 16))
 
-    async def _load(self, replica: ReplicaId, began: float) -> LoadSnapshot:
+    async def _load(self, replica: ReplicaId, url: str, began: float) -> LoadSnapshot:
         """Dated to the question, not the answer: what was sent in between may or may not be counted."""
-        page = await fetch(
-            self._client, f"{replica}/metrics", timeout_seconds=self._timeout_seconds, max_bytes=self._max_bytes
-        )
-        return read_load(page, taken_at=began)
+        page = await fetch(self._client, url, timeout_seconds=self._timeout_seconds, max_bytes=self._max_bytes)
+        self._engines.hear_page(replica, page)
+        return read_load(page, taken_at=began, families=self._engines.dialect(replica).families)

@@ -4,7 +4,7 @@ The gateway estimates tokens by bytes, and how many bytes a token has differs th
 Usage tells, but only when the first answers end, and by then the chats of a cold fleet are placed. On four replicas
 with text of 1.7 bytes a token, simulated, users who came together waited a quarter longer for that. So until a model
 has some lessons, its prompts go to the replica's `/tokenize` as well, beside the request and not before it. An engine
-that cannot do it costs nothing but the question.
+that cannot do it costs nothing but the question, and one that is known for it is not asked.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Annotated
 import msgspec
 
 from gateway.core.model import Fact, PromptCounted, ReplicaId, RouteRequest
+from gateway.feeds.engines import Engines
 from gateway.feeds.fetch import FetchFailed, ReplicaClient, fetch
 
 PROMPTS_OF_MODEL = 3
@@ -49,8 +50,9 @@ class Counted(msgspec.Struct):
 class TokenCounts:
     """Hears of every request (`note`), has a few of them counted (`run`)."""
 
-    def __init__(self, observe: Callable[[Fact], None]) -> None:
+    def __init__(self, observe: Callable[[Fact], None], engines: Engines | None = None) -> None:
         self._observe = observe
+        self._engines = engines or Engines()
         self._asked: dict[str | None, int] = {}
         self._waiting: asyncio.Queue[Sample] = asyncio.Queue(MAX_WAITING)
 
@@ -59,7 +61,7 @@ class TokenCounts:
         asked = self._asked.get(request.model, 0)
         if asked >= PROMPTS_OF_MODEL or self._waiting.full() or len(body) > MAX_PROMPT_BYTES or not request.blocks:
             return
-        if any(medium in body for medium in MEDIA):
+        if any(medium in body for medium in MEDIA) or not self._engines.dialect(replica).counts_tokens:
             return
         if asked or len(self._asked) < MAX_MODELS:
             self._asked[request.model] = asked + 1

@@ -12,6 +12,7 @@ from gateway.core.admission import Admitted, Ticket
 from gateway.core.flight import Flight
 from gateway.core.model import (
     CacheCleared,
+    CacheSized,
     DrainRequested,
     Fact,
     LoadReported,
@@ -111,6 +112,7 @@ class Walk:
             DrainRequested(replica, random.random() < 0.3),
             ModelsListed(replica, ()),
             CacheCleared(replica),
+            CacheSized(replica, random.randrange(10_000)),
             ProbeAnswered(replica, random.random() < 0.6, "timeout"),
             ProbeAnswered(replica, random.random() < 0.6, "timeout"),
             LoadReported(replica, snapshot),

@@ -11,6 +11,7 @@ from gateway.core.admission import Admitted, Shed, Waiting
 from gateway.core.flight import Flight
 from gateway.core.model import (
     CacheCleared,
+    CacheSized,
     DrainRequested,
     Fact,
     HealthState,
@@ -608,6 +609,18 @@ class TestHealth:
         fleet.router.observe(ReplicaAdded(fleet.replicas[0], prefill_rate=1.0), fleet.now)
         assert fleet.router.statistics(fleet.now) == before
 
+    def test_the_size_of_a_cache_is_learned_from_elsewhere_and_its_metrics_say_it_better(self) -> None:
+        fleet = Fleet(1)
+        (replica,) = fleet.replicas
+        fleet.router.observe(CacheSized(replica, 8_192), fleet.now)
+        assert fleet.router.statistics(fleet.now).replicas[0].cache_tokens == 8_192
+        assert fleet.router.statistics(fleet.now).replicas[0].cache_tokens_known
+        fleet.router.observe(CacheSized(replica, 7), fleet.now)
+        assert fleet.router.statistics(fleet.now).replicas[0].cache_tokens == 8_192
+        fleet.router.observe(LoadReported(replica, LoadSnapshot(fleet.now, cache_tokens=9_600)), fleet.now)
+        fleet.router.observe(CacheSized(replica, 8_192), fleet.now)
+        assert fleet.router.statistics(fleet.now).replicas[0].cache_tokens == 9_600
+
     def test_facts_about_strangers_are_ignored(self) -> None:
         fleet = Fleet(1)
         before = fleet.router.statistics(0.0)
@@ -616,6 +629,7 @@ class TestHealth:
             ReplicaRemoved(nobody),
             ProbeAnswered(nobody, True),
             CacheCleared(nobody),
+            CacheSized(nobody, 5_000),
             DrainRequested(nobody),
             ModelsListed(nobody, ()),
             LoadReported(nobody, LoadSnapshot(0.0)),

@@ -1,0 +1,110 @@
+"""Engines: which dialect each replica speaks. Said in the configuration, else recognised: by the names on its metrics
+page, which are an engine's own; else by who owns the models that it lists; else by how it greets. What nobody
+recognises is a plain OpenAI-compatible replica, and the operator is told so once.
+
+Nothing here is for ever: another engine may answer at the same URL tomorrow. A stronger sign replaces a weaker one,
+and equal signs the earlier.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from enum import IntEnum
+
+from gateway.config import EngineName
+from gateway.core.model import ReplicaId
+from gateway.feeds.dialects import DIALECTS, PLAIN, Dialect, dialect_of_greeting, dialect_of_owners, dialect_of_page
+
+log = logging.getLogger(__name__)
+
+MAX_SHOWN = 80
+"""Of what a replica says about its owners, in a line of the log."""
+
+
+class Sign(IntEnum):
+    """How an engine was recognised, weakest first."""
+
+    NONE = 0
+    GREETING = 1
+    OWNER = 2
+    PAGE = 3
+    SAID = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Said:
+    """What the configuration says of a replica's engine."""
+
+    engine: EngineName | None = None
+    cache_tokens: int | None = None
+
+
+NOTHING = Said()
+
+
+class Engines:
+    """Written by probes and scrapes, read by all feeds and the views."""
+
+    def __init__(self, said: Mapping[str, Said] | None = None) -> None:
+        self._said = dict(said or {})
+        self._found: dict[ReplicaId, tuple[Sign, Dialect]] = {}
+
+    def __repr__(self) -> str:
+        return f"Engines({', '.join(f'{replica}: {one.engine}' for replica, (_, one) in self._found.items())})"
+
+    def dialect(self, replica: ReplicaId) -> Dialect:
+        if (engine := self._known(replica).engine) is not None:
+            return DIALECTS[engine]
+        return self._found.get(replica, (Sign.NONE, PLAIN))[1]
+
+    def name(self, replica: ReplicaId) -> EngineName | None:
+        """`None` where it was not recognised."""
+        if (engine := self._known(replica).engine) is not None:
+            return engine
+        sign, dialect = self._found.get(replica, (Sign.NONE, PLAIN))
+        return None if sign is Sign.NONE else dialect.engine
+
+    def cache_tokens(self, replica: ReplicaId) -> int | None:
+        """Size of its cache as the configuration says."""
+        return self._known(replica).cache_tokens
+
+    def is_met(self, replica: ReplicaId) -> bool:
+        """It was recognised, or was asked and is none of those that are known."""
+        return self._known(replica).engine is not None or replica in self._found
+
+    def forget(self, replica: ReplicaId) -> None:
+        """It is gone, or is not what it was."""
+        self._found.pop(replica, None)
+
+    # ---- signs -----------------------------------------------------------------------------------------------------
+
+    def hear_page(self, replica: ReplicaId, page: bytes) -> None:
+        self._hear(replica, Sign.PAGE, dialect_of_page(page))
+
+    def hear_owners(self, replica: ReplicaId, owners: Iterable[str]) -> None:
+        self._hear(replica, Sign.OWNER, dialect_of_owners(owners))
+
+    def hear_greeting(self, replica: ReplicaId, greeting: bytes) -> None:
+        self._hear(replica, Sign.GREETING, dialect_of_greeting(greeting))
+
+    def give_up(self, replica: ReplicaId, owners: Iterable[str]) -> None:
+        """All that can be asked was asked."""
+        if not self.is_met(replica):
+            self._found[replica] = (Sign.NONE, PLAIN)
+            shown = ", ".join(sorted(map(repr, set(owners))))[:MAX_SHOWN] or "nobody"
+            log.info("%s runs no engine known here (its models belong to %s): plain OpenAI API", replica, shown)
+
+    def _known(self, replica: ReplicaId) -> Said:
+        return self._said.get(replica, NOTHING)
+
+    def _hear(self, replica: ReplicaId, sign: Sign, dialect: Dialect | None) -> None:
+        if dialect is None or self._known(replica).engine is not None:
+            return
+        before, was = self._found.get(replica, (Sign.NONE, PLAIN))
+        if sign < before:
+            return
+        self._found[replica] = (sign, dialect)
+        if dialect is not was and not (was is PLAIN and dialect.engine == "vllm"):  # vLLM is what one expects
+            log.info("%s runs %s", replica, dialect.engine)
