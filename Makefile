@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 VLLM_VENV ?= .venv-vllm
 SOURCES := setup.py $(shell find gateway workers loadtests -name '*.py' -o -name '*.toml' -o -path '*/planner/configs/*.json')
 
-.PHONY: install run test test-compiled test-vllm clients chaos chaos-steady check bench bench-vllm clean
+.PHONY: install run test test-compiled test-vllm test-deploy clients chaos chaos-steady check bench bench-vllm clean
 
 install: $(VENV)/installed
 
@@ -39,6 +39,11 @@ test-vllm: install
 	PYTHON=$(PYTHON) sh tests/vllm/install.sh $(VLLM_VENV) .cache/tiny-model
 	VLLM_VENV=$(VLLM_VENV) $(BIN)/python -m pytest -m vllm tests/vllm
 
+# What promtool, docker-compose and systemd say of deploy/, and the install script's steps that need a network.
+test-deploy: install
+	PYTHON=$(PYTHON) sh tests/deploy/tools.sh .cache/deploy
+	$(BIN)/python -m pytest -m deploy tests/deploy
+
 # Real SDKs and agents for test 19 of the fault tests: needs node and npm.
 clients:
 	PYTHON=$(PYTHON) sh tests/clients/install.sh .venv-clients .cache/clients
@@ -53,10 +58,13 @@ CHAOS_STEADY := $(addprefix tests/chaos/,test_wire_framing.py test_29_security.p
 chaos-steady: install
 	CHAOS_SHORT=1 $(BIN)/python -m pytest -m chaos $(CHAOS_STEADY)
 
+SCRIPTS := deploy/install.sh deploy/verify.sh tests/deploy/tools.sh tests/clients/install.sh tests/vllm/install.sh .ci/run
+
 check: install
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/shellcheck --external-sources --check-sourced $(SCRIPTS)
 
 bench: install
 	$(BIN)/python -m loadtests.bench.run $(BENCH)

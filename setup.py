@@ -60,8 +60,9 @@ COMPILED = [
 
 def has_compiler() -> bool:
     """Whether a C file that needs Python's headers compiles here."""
-    from setuptools._distutils.ccompiler import new_compiler
-    from setuptools._distutils.sysconfig import customize_compiler, get_python_inc
+    # By this name, which setuptools provides: its own errors are of the same modules only then.
+    from distutils.ccompiler import new_compiler
+    from distutils.sysconfig import customize_compiler, get_python_inc
 
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder, "probe.c")

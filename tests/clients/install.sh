@@ -24,10 +24,10 @@ python_packages() {
 }
 
 node_packages() {
-    command -v node >/dev/null && command -v npm >/dev/null || {
+    if ! { command -v node && command -v npm; } >/dev/null; then
         say "the client matrix needs node and npm (Debian: apt-get install nodejs npm)"
         exit 1
-    }
+    fi
     if ! cmp -s "$HERE/package-lock.json" "$CACHE/installed.json"; then
         say "installing Node clients into $CACHE/node_modules"
         cp "$HERE/package.json" "$HERE/package-lock.json" "$CACHE/"

@@ -1,0 +1,129 @@
+"""What the tools of others say of `deploy/`, and the script's steps that need a network (make test-deploy)."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.deploy.host import DEPLOY, ROOT, Host, run
+from tests.deploy.test_dashboard import QUERIES
+
+pytestmark = pytest.mark.deploy
+
+TOOLS = ROOT / ".cache" / "deploy"
+STEPS = (DEPLOY / "install" / "steps.sh").read_text()
+INSTALL_SECONDS = 600.0
+
+
+def checked(command: list[str], **options: object) -> str:
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=INSTALL_SECONDS, check=False, **options)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    return ended.stdout
+
+
+# -- Prometheus
+
+
+def test_prometheus_accepts_the_configuration():
+    checked([str(TOOLS / "promtool"), "check", "config", str(DEPLOY / "prometheus" / "prometheus.yml")])
+
+
+def test_prometheus_accepts_every_query_of_the_dashboard(tmp_path):
+    """As recording rules, since that is what promtool reads expressions from."""
+    rules = [
+        {"record": f"panel:{number}", "expr": query.replace("$__rate_interval", "1m")}
+        for number, query in enumerate(QUERIES)
+    ]
+    path = tmp_path / "rules.yml"
+    path.write_text(json.dumps({"groups": [{"name": "dashboard", "rules": rules}]}))
+    assert f"{len(rules)} rules found" in checked([str(TOOLS / "promtool"), "check", "rules", str(path)])
+
+
+# -- compose
+
+
+def composed(*profiles: str, **environment: str) -> dict[str, dict[str, object]]:
+    """Services as docker-compose understands the file. Its version 1, which Debian has, does not know `name`."""
+    text = re.sub(r"^name:.*\n", "", (DEPLOY / "compose.yaml").read_text(), flags=re.MULTILINE)
+    command = ["docker-compose", "--project-directory", str(DEPLOY), "--file", "-"]
+    for profile in profiles:
+        command += ["--profile", profile]
+    output = checked([*command, "config"], input=text, env={"PATH": "/usr/bin:/bin", **environment})
+    services: dict[str, dict[str, object]] = yaml.safe_load(output)["services"]
+    return services
+
+
+def test_docker_compose_accepts_every_profile():
+    everything = composed("embedded", "vllm", "monitoring", "redis")
+    assert set(everything) == set(yaml.safe_load((DEPLOY / "compose.yaml").read_text())["services"])
+
+
+def test_variables_choose_model_flags_and_versions():
+    replica = composed("vllm", MODEL="openai/gpt-oss-20b", VLLM_FLAGS="--max-num-seqs 8", VLLM_TAG="v0.29.0")[
+        "replica-1"
+    ]
+    assert str(replica["command"]).startswith("--model openai/gpt-oss-20b --max-num-seqs 8 --enable-prefix-caching")
+    assert replica["image"] == "vllm/vllm-openai:v0.29.0"
+
+
+# -- systemd
+
+
+@pytest.fixture
+def installed(tmp_path: Path) -> Path:
+    """Folder with the units as the script installs them, for programs that are there."""
+    host = Host(tmp_path)
+    for name in ("uv/bin/uv", "gateway/bin/warmlane"):
+        (host.prefix / name).parent.mkdir(parents=True, exist_ok=True)
+        (host.prefix / name).write_text("#!/bin/sh\n")
+        (host.prefix / name).chmod(0o755)
+    assert host.install("--only", "gateway", "--part", "3").returncode == 0
+    return host.root / "etc/systemd/system"
+
+
+@pytest.mark.parametrize(("unit", "exposure"), [("warmlane.service", 15), ("warmlane-replica@.service", 50)])
+def test_systemd_accepts_the_units_and_finds_them_closed(installed, unit, exposure):
+    """Exposure in tenths: 100 is a service with everything open."""
+    path = str(installed / unit)
+    ended = run(["systemd-analyze", "verify", "--man=no", path])
+    assert (ended.returncode, ended.stderr) == (0, "")
+    checked(["systemd-analyze", "security", "--offline=yes", f"--threshold={exposure}", "--no-pager", path])
+
+
+# -- steps of the script
+
+
+def test_the_packages_of_part_one_exist():
+    """On the system where this runs, Debian or Ubuntu."""
+    packages = re.search(r"^PACKAGES='(.*)'$", STEPS, re.MULTILINE)[1].split()
+    checked(["apt-get", "install", "--simulate", "--yes", *packages])
+
+
+def test_the_environments_are_made(tmp_path, monkeypatch):
+    """With the real uv; a small package stands in for vLLM, and the Python at hand for 3.12."""
+    monkeypatch.setenv("WARMLANE_COMPILE", "0")  # tests/test_setup.py and `make test-compiled` are about that
+    host = Host(tmp_path)
+    host.prefix.mkdir()
+    (host.prefix / "uv").symlink_to(TOOLS / "uv")
+    options = ("--part", "3", "--python", sys.executable, "--vllm-package", "iniconfig>=2")
+    ended = host.install(*options)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert "step" not in ended.stderr
+    version = checked([str(host.prefix / "gateway/bin/warmlane"), "version"])
+    assert version.startswith("warmlane ")
+    checked([str(host.prefix / "vllm/bin/python"), "-c", "import iniconfig"])
+    assert not (ROOT / "warmlane.egg-info").exists()
+
+    again = host.install(*options)
+    assert again.stdout.count("done already") == 4
+    assert host.install("--check", *options).returncode == 0
+
+    upgraded = host.install("--upgrade", "--dry-run", *options).stdout
+    for name in ("uv", "vllm", "gateway"):
+        assert f"part 3, {name}: done" not in upgraded
