@@ -125,7 +125,8 @@ def test_every_command_is_in_the_readme():
 
 
 def test_every_link_leads_somewhere():
-    for path in (ROOT / "README.md", ROOT / "THREATS.md", *(ROOT / "docs").glob("*.md")):
+    pages = (ROOT / "README.md", ROOT / "THREATS.md", ROOT / "deploy" / "README.md", *(ROOT / "docs").glob("*.md"))
+    for path in pages:
         for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", path.read_text(encoding="utf-8")):
             if not target.startswith("http"):
                 assert (path.parent / target).exists(), f"{path.name}: {target}"
