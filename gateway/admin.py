@@ -32,6 +32,7 @@ from gateway.proxy.control_connection import ControlConnection
 from gateway.proxy.errors import AdminKeyRequired, Blame, BodyTooLarge, ErrorAnswer, answer, refusal
 from gateway.responses import refuse_as_openai_does, response_of
 from gateway.views import FleetView
+from workers.supervisor import RestartRefused, Supervisor
 
 log = logging.getLogger(__name__)
 
@@ -49,6 +50,8 @@ REFUSED = {
     "too_many_registrations": 409,
 }
 """Status for each code of `registry.Refused`."""
+RESTART_REFUSED = {"no_such_worker": 404, "restart_under_way": 409, "no_stand_in": 409}
+"""... and of `RestartRefused`."""
 
 
 class Wanted(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -60,8 +63,21 @@ class Wanted(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Forgotten after this unless it is registered again; never, when not given."""
 
 
+class Restart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Body of a restart; an empty one means all."""
+
+    replica: str | None = None
+    alone: bool = False
+    """Also where no other replica stands in."""
+
+
 def build_admin_api(
-    key: AdminKey, discovery: Discovery, registry: Registry, view: FleetView, clock: Callable[[], float]
+    key: AdminKey,
+    discovery: Discovery,
+    registry: Registry,
+    view: FleetView,
+    clock: Callable[[], float],
+    workers: Supervisor | None = None,
 ) -> Any:
     """The ASGI application of the admin listener."""
     api = FastAPI(title="Warmlane admin", docs_url=None, redoc_url=None, redirect_slashes=False)
@@ -117,7 +133,36 @@ def build_admin_api(
         log.info("%s %s", url, "is drained: no new requests" if draining else "is not drained any more")
         return JSONResponse(view.show_replica(url, clock()))
 
+    if workers is not None:
+        add_workers(api, workers)
     return guarded(api, key)
+
+
+def add_workers(api: FastAPI, workers: Supervisor) -> None:
+    """Paths for the replicas that this process runs itself."""
+
+    @api.get("/warmlane/workers")
+    async def show() -> Response:
+        """Their processes, and the restart that is under way or was the last."""
+        return JSONResponse(workers.show())
+
+    @api.post("/warmlane/workers/restart")
+    async def restart(request: Request) -> Response:
+        """Begin to renew one, or all one after the other."""
+        try:
+            body = await asgi_client.read_body(request.scope, request.receive, MAX_BODY_BYTES)
+            wanted = msgspec.json.decode(body, type=Restart) if body else Restart()
+            workers.restart(wanted.replica, alone=wanted.alone)
+        except BodyTooLarge as error:
+            await asgi_client.discard_body(request.scope, request.receive, unread=error.unread)
+            return response_of(answer(error), close=True)
+        except asgi_client.ClientLeft:
+            return Response(status_code=499)  # nobody reads it
+        except (msgspec.DecodeError, RecursionError) as error:
+            return response_of(refused(400, "invalid_restart", explained(str(error), Restart)))
+        except RestartRefused as error:
+            return response_of(refused(RESTART_REFUSED[error.code], error.code, str(error)))
+        return JSONResponse(workers.show(), status_code=202)
 
 
 def named(replica: str) -> ReplicaId:

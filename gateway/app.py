@@ -50,6 +50,7 @@ from gateway.listeners import BACKLOG, base_url, listen_all
 from gateway.memory import tune_memory
 from gateway.model_list import caller_of, model_object, models_for
 from gateway.notices import Notices
+from gateway.own_replicas import OwnReplicas
 from gateway.proxy import asgi_client, http_client
 from gateway.proxy.control_connection import ControlConnection
 from gateway.proxy.endpoints import ENDPOINTS
@@ -61,9 +62,11 @@ from gateway.proxy.upstream import Header
 from gateway.responses import refuse_as_openai_does, response_of
 from gateway.shadow import Shadows
 from gateway.stderr_log import report_unforeseen
+from gateway.stop_signals import StopSignals
 from gateway.telemetry import Telemetry
 from gateway.tls import Certificate, replica_context
 from gateway.views import FleetView, Viewers, explained, is_loopback
+from workers.supervisor import Supervisor
 
 log = logging.getLogger(__name__)
 
@@ -326,9 +329,12 @@ class Server(uvicorn.Server):
     """uvicorn, which tells when it listens. The first signal makes it unready at once, closes the listener after the
     announced delay, and gives running requests their grace; the second ends it. The exit code is 0."""
 
-    def __init__(self, config: uvicorn.Config, gateway: Gateway, on_ready: Callable[[], None]) -> None:
+    def __init__(
+        self, config: uvicorn.Config, gateway: Gateway, on_ready: Callable[[], None], signals: StopSignals
+    ) -> None:
         super().__init__(config)
         self._gateway = gateway
+        self._signals = signals
         self._on_ready = on_ready
         self._close_at = math.inf
         """End of the announced delay."""
@@ -381,25 +387,20 @@ class Server(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        loop = asyncio.get_running_loop()
-        for sig in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(sig, self.handle_exit, sig, None)
-        try:
+        with self._signals.heeded_by(lambda: self.handle_exit(signal.SIGTERM, None)):
             yield
-        finally:
-            for sig in (signal.SIGINT, signal.SIGTERM):
-                loop.remove_signal_handler(sig)
 
 
 @contextlib.asynccontextmanager
 async def admin_listener(
-    gateway: Gateway, sock: socket.socket | None, certificate: Certificate | None
+    gateway: Gateway, sock: socket.socket | None, certificate: Certificate | None, workers: Supervisor | None
 ) -> AsyncIterator[None]:
     """Runs it where one is configured, with the gateway's certificate unless only this machine can reach it."""
     if sock is None or gateway.admin_key is None:
         yield
         return
-    api = build_admin_api(gateway.admin_key, gateway.discovery, gateway.registry, gateway.view, gateway.clock)
+    view, registry = gateway.view, gateway.registry
+    api = build_admin_api(gateway.admin_key, gateway.discovery, registry, view, gateway.clock, workers)
     tls = None if certificate is None or is_loopback(gateway.config.admin.host) else certificate.context
     async with listening(api, sock, gateway.config.server, tls):
         log.info("admin listener on %s", base_url(sock, "https" if tls else "http"))
@@ -408,6 +409,19 @@ async def admin_listener(
 
 async def serve(config: Config, *, on_ready: Callable[[str], None] | None = None) -> int:
     """Run one gateway until a signal stops it. Returns the exit code. Raises `StartError` and `ConfigError`."""
+    with StopSignals().heard() as signals:
+        return await serve_until(signals, config, on_ready=on_ready)
+
+
+async def serve_until(
+    signals: StopSignals,
+    config: Config,
+    *,
+    on_ready: Callable[[str], None] | None = None,
+    workers: Supervisor | None = None,
+) -> int:
+    """`serve`, for whoever hears the signals. `workers` are started once all that can be wrong with the configuration
+    is known; they outlive this call."""
     config = within_descriptors(config, raise_limit())
     loop = asyncio.get_running_loop()
     certificate = own_certificate(config)
@@ -437,12 +451,15 @@ async def serve(config: Config, *, on_ready: Callable[[str], None] | None = None
         ),
         gateway,
         lambda: on_ready(base_url(sock, "http" if certificate is None else "https")) if on_ready else None,
+        signals,
     )
     tune_memory()
     beside = [http_client.sweep(server.server_state, loop)]
     if certificate is not None:
         beside.append(certificate.follow())
-    async with gateway.run_beside(*beside), admin_listener(gateway, admin_sock, certificate):
+    async with gateway.run_beside(*beside), admin_listener(gateway, admin_sock, certificate, workers):
+        if workers is not None:
+            workers.start(OwnReplicas(gateway.router, gateway.discovery, gateway.registry, gateway.clock))
         await server.serve(sockets=[sock])
         gateway.door.stopping = True
         for connection in list(server.server_state.connections):  # what its grace did not suffice for

@@ -215,6 +215,31 @@ def switch_drain(url: str, replica: str, key_env: str, draining: bool) -> int:
 
 
 @cli.command()
+def restart(
+    url: AdminUrl,
+    replica: Annotated[
+        str | None, typer.Argument(metavar="REPLICA", help="Its name, URL, or HOST:PORT; with --all none.")
+    ] = None,
+    every: Annotated[bool, typer.Option("--all", help="All of them, one after the other.")] = False,
+    alone: Annotated[bool, typer.Option("--alone", help="Also where no other stands in: requests fail then.")] = False,
+    key_env: KeyVariable = ADMIN_KEY,
+) -> int:
+    """Renew replicas of a running `warmlane up`: drain, wait, start again, next."""
+    if every is (replica is not None):
+        raise Refused("which one? Name a replica, or all of them with --all")
+    from gateway import operate
+    from gateway.dry_run import Unanswered
+
+    try:
+        problem = operate.restart(url, replica, os.environ.get(key_env), alone=alone, say=print)
+    except Unanswered as error:
+        raise Refused(str(error), FAILED) from error
+    if problem:
+        raise Refused(f"stopped: {problem}", FAILED)
+    return DONE
+
+
+@cli.command()
 def presets(as_json: Json = False) -> int:
     """List the presets, and what was measured with them."""
     import msgspec

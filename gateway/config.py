@@ -171,6 +171,32 @@ class Admin(Struct, frozen=True, forbid_unknown_fields=True):
     why."""
 
 
+class Workers(Struct, frozen=True, forbid_unknown_fields=True):
+    """`[workers]`: how `warmlane up` keeps the replicas that it starts running."""
+
+    remedies: Literal["propose", "apply"] = "propose"
+    """After a replica ran out of memory: say which flag to change, or start it again with that flag. Smaller limits
+    are felt by clients, so nobody is given them unasked."""
+    max_failed_starts: Annotated[int, Meta(ge=1, le=1_000)] = 5
+    """In a row, then a replica is given up. With the default pauses that is after 15 s and five starts."""
+    first_back_off_seconds: Seconds = 1.0
+    """Before a replica that ended is started again; twice as long each time ..."""
+    longest_back_off_seconds: Seconds = 60.0
+    """... up to this: a large model takes longer to load anyway."""
+    calm_seconds: Seconds = 300.0
+    """After a replica was ready for so long, pauses start small again."""
+    ready_seconds: Seconds | None = None
+    """From a start until the replica answers; then it is ended, as a failed start. Not set: 60 s for embedded
+    replicas, half an hour for vLLM, which may have 65 GB to fetch."""
+    silent_seconds: Seconds = 60.0
+    """A replica that has not answered on `/health` for so long is ended and started again. The gateway stops sending
+    it requests much sooner."""
+    drain_seconds: Seconds = 600.0
+    """In a rolling restart running requests get this long to finish: an agent's answer may take minutes."""
+    stop_seconds: Seconds = 10.0
+    """From SIGTERM to SIGKILL. An idle vLLM is gone in 2.5 s."""
+
+
 class Auth(Struct, frozen=True, forbid_unknown_fields=True):
     """`[auth]`: who may come in. Everybody, until there are keys in a file or in `WARMLANE_API_KEYS`."""
 
@@ -192,6 +218,7 @@ class Config(Struct, frozen=True, forbid_unknown_fields=True):
     upstream: Upstream = Upstream()
     feeds: Feeds = Feeds()
     admin: Admin = Admin()
+    workers: Workers = Workers()
     auth: Auth = Auth()
 
 
@@ -247,6 +274,8 @@ def checked(config: Config) -> Config:
         raise ConfigError("server.tls_key: there is no server.tls_certificate that it belongs to")
     if repeated := [name for name in config.routing.shadow if config.routing.shadow.count(name) > 1]:
         raise ConfigError(f"routing.shadow: {repeated[0]} is listed twice")
+    if config.workers.first_back_off_seconds > config.workers.longest_back_off_seconds:
+        raise ConfigError("workers.first_back_off_seconds: is above longest_back_off_seconds")
     check_admin(config.admin)
     check_listeners(config.server, config.admin)
     return msgspec.structs.replace(config, replicas=replicas, discovery=discovery)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from urllib.parse import quote
 
 import httpx
@@ -46,6 +48,21 @@ class Fleet(Struct):
     registrations: list[Registration]
 
 
+class Restart(Struct):
+    is_over: bool
+    current: str | None
+    left: list[str]
+    renewed: list[str]
+    problem: str
+
+
+class Restarted(Struct):
+    restart: Restart
+
+
+LOOK_SECONDS = 0.5
+
+
 def list_replicas(url: str, key: str | None) -> bytes:
     """All replicas as JSON. Raises `Unanswered`."""
     return _asked("GET", f"{url.rstrip('/')}/warmlane/replicas", key)
@@ -57,14 +74,37 @@ def drain(url: str, replica: str, key: str | None, *, draining: bool) -> bytes:
     return _asked("POST", f"{url.rstrip('/')}/warmlane/replicas/{quote(replica, safe='')}/{verb}", key)
 
 
-def _asked(method: str, url: str, key: str | None) -> bytes:
+def restart(url: str, replica: str | None, key: str | None, *, alone: bool, say: Callable[[str], None]) -> str:
+    """Renew one replica that the gateway runs, or all one after the other, and follow it to its end. Returns why it
+    stopped before; nothing when it did not. `url` is the admin listener's. Raises `Unanswered`."""
+    workers = f"{url.rstrip('/')}/warmlane/workers"
+    body = msgspec.json.encode({"replica": replica, "alone": alone})
+    now, told = _restart_in(_asked("POST", f"{workers}/restart", key, body)), 0
+    while True:
+        for name in now.renewed[told:]:
+            say(f"{name} is renewed")
+        told = len(now.renewed)
+        if now.is_over:
+            return now.problem
+        time.sleep(LOOK_SECONDS)
+        now = _restart_in(_asked("GET", workers, key))
+
+
+def _restart_in(answer: bytes) -> Restart:
+    try:
+        return msgspec.json.decode(answer, type=Restarted).restart
+    except msgspec.DecodeError as error:
+        raise Unanswered(f"not an answer of a Warmlane gateway: {error}") from error
+
+
+def _asked(method: str, url: str, key: str | None, body: bytes = b"") -> bytes:
     headers = {} if key is None else {"authorization": f"Bearer {key}"}
     try:
         with new_client() as client:
-            answer = client.request(method, url, headers=headers)
+            answer = client.request(method, url, headers=headers, content=body)
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         raise Unanswered(f"{url}: {error}") from error
-    if answer.status_code != 200:
+    if answer.status_code not in (200, 202):
         raise Unanswered(f"{url}: HTTP {answer.status_code}: {message_of(answer.content)}")
     return answer.content
 

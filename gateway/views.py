@@ -77,7 +77,7 @@ class FleetView:
         load = one.load
         return {
             "replica": one.replica,
-            "source": self._discovery.source(one.replica),
+            "source": "worker" if one.replica in self._registry.own else self._discovery.source(one.replica),
             "engine": self._engines.name(one.replica),
             "health": one.health.value,
             "available": one.available,

@@ -60,7 +60,13 @@ kill -s KILL -- "-$group" 2>/dev/null
 
 
 class WorkerFailed(Exception):
-    """The replica could not be started, ended, or was not ready in time. The message has its last lines of output."""
+    """The replica could not be started, ended, or was not ready in time. The message has its last lines of output, the
+    `reason` has not."""
+
+    def __init__(self, reason: str, last_lines: Sequence[str] = ()) -> None:
+        lines = "".join(f"\n    {line}" for line in last_lines)
+        super().__init__(f"{reason}{'; its last lines:' if lines else ''}{lines}")
+        self.reason = reason
 
 
 class Worker:
@@ -94,6 +100,20 @@ class Worker:
 
     def __repr__(self) -> str:
         return f"Worker({self.name!r}, {self.url}, pid={self.pid}, exit_code={self.exit_code})"
+
+    def again(self, *more: str, on_line: Callable[[str], None] | None = None) -> Worker:
+        """One that was not started, with the same command and `more` words at its end, at the same address. `on_line`
+        hears beside who hears already."""
+        heard = [hear for hear in (self.on_line, on_line) if hear is not None]
+
+        def hear_all(line: str) -> None:
+            for hear in heard:
+                hear(line)
+
+        command = (*self.command, *more)
+        return Worker(
+            command, self.environment, self.url, name=self.name, output=self.output, on_line=hear_all if heard else None
+        )
 
     @property
     def pid(self) -> int | None:
@@ -158,9 +178,9 @@ class Worker:
                 await asyncio.wait({self._ended}, timeout=POLL_SECONDS)
                 now = loop.time()
                 if self._ended.done():
-                    raise WorkerFailed(self._explain(f"ended with exit code {self.exit_code} before it was ready"))
+                    raise self._failed(f"ended with exit code {self.exit_code} before it was ready")
                 if now - started > timeout:
-                    raise WorkerFailed(self._explain(f"not ready after {timeout:.0f} s"))
+                    raise self._failed(f"not ready after {timeout:.0f} s")
                 if now >= next_report:
                     self._say(f"not ready yet, {now - started:.0f} s of at most {timeout:.0f} s")
                     next_report += PROGRESS_SECONDS
@@ -180,12 +200,16 @@ class Worker:
                 self._process.terminate()
             await asyncio.wait({self._ended}, timeout=grace_seconds)
         finally:
-            if not self._ended.done():
-                kill_group(self._process.pid)
+            self.kill()
         await self.wait()
 
+    def kill(self) -> None:
+        """SIGKILL to all of it. Whoever waits for its end will see it."""
+        if self._process is not None and self._ended is not None and not self._ended.done():
+            kill_group(self._process.pid)
+
     async def _start_watchdog(self) -> None:
-        read_end, self._leash = os.pipe()
+        read_end, leash = os.pipe()
         try:
             self._watchdog = await asyncio.create_subprocess_exec(
                 "/bin/sh",
@@ -196,8 +220,12 @@ class Worker:
                 stderr=subprocess.DEVNULL,
                 start_new_session=True,
             )
+        except BaseException:
+            os.close(leash)
+            raise
         finally:
             os.close(read_end)
+        self._leash = leash
 
     async def _dismiss_watchdog(self) -> None:
         assert self._leash is not None
@@ -266,9 +294,8 @@ class Worker:
         except httpx.HTTPError:
             return False
 
-    def _explain(self, what: str) -> str:
-        lines = "".join(f"\n    {line}" for line in self._last_lines)
-        return f"{self.name} ({self.url}): {what}{'; its last lines:' if lines else ''}{lines}"
+    def _failed(self, what: str) -> WorkerFailed:
+        return WorkerFailed(f"{self.name} ({self.url}): {what}", tuple(self._last_lines))
 
 
 def kill_group(leader: int) -> None:

@@ -237,6 +237,15 @@ class ReplicaIndex:
         self._evictions.clear()
         self._note_tail()
 
+    def sole_blocks(self, now: float, scale: float) -> float:
+        """Blocks that no other replica holds, each for exp(-age / scale)."""
+        extra, total = self._index.extra_copies, 0.0
+        for record in self.records.values():
+            blocks = record.blocks[record.begin - record.offset : record.end - record.offset]
+            sole = len(blocks) - sum(map(extra.__contains__, blocks))
+            total += sole * exp((record.touched_at - now) / scale)
+        return total
+
     def eviction_loss(self, blocks: int, now: float, tau: float) -> float:
         """Expected blocks of later prefill if `blocks` new ones come in: what they push out, valued by its age.
 
@@ -370,6 +379,13 @@ class PrefixIndex:
         if not self._tails:
             return DEFAULT_TAU_SECONDS
         return max(MINIMUM_TAU_SECONDS, now - self._tail_sum / self._tails)
+
+    def sole_blocks(self, now: float) -> dict[ReplicaId, float]:
+        """Blocks of each replica that no other holds, by how likely they are to be asked for: what was touched as long
+        ago as the oldest in the fleet counts for 1/e. For operators: it walks through everything."""
+        oldest = [next(iter(one.records.values())).touched_at for one in self._replicas.values() if one.records]
+        scale = max(MINIMUM_TAU_SECONDS, now - min(oldest, default=now))
+        return {id: one.sole_blocks(now, scale) for id, one in self._replicas.items()}
 
     def thrift(self, now: float) -> float:
         """How dear room in the caches is, 0..1, by the share of requests that go on with an earlier one."""

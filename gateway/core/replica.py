@@ -211,6 +211,10 @@ class Replica:
         depth = 0 if record.matched_at is None else index.depth(record.matched_at)
         return depth if 0 < depth < index.capacity else None
 
+    def prefill_seconds(self, blocks: float) -> float:
+        """Its prefill of so many blocks that are not cached."""
+        return blocks * self._block_bytes / self._bytes_per_token / self.rate.value
+
     def clear(self) -> None:
         """Its cache is empty now."""
         self.index.clear()

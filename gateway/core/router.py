@@ -246,6 +246,12 @@ class Router:
                     merged[card.id] = card if known is None else merge(known, card)
         return tuple(merged[id] for id in sorted(merged))
 
+    def cached_seconds(self, now: float) -> dict[ReplicaId, float]:
+        """What the loss of each replica would cost: prefill of what it alone is believed to hold, the less the longer
+        nobody asked for it. For operators: it looks at every block."""
+        sole = self._index.sole_blocks(now)
+        return {id: self._replicas[id].prefill_seconds(blocks) for id, blocks in sole.items()}
+
     def statistics(self, now: float) -> RouterStatistics:
         open_to_all = {replica.id for replica in self._open(now)}
         return RouterStatistics(

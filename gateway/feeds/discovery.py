@@ -100,6 +100,9 @@ class Discovery:
         self._observe(DrainRequested(replica, draining))
         return True
 
+    def is_drained(self, replica: ReplicaId) -> bool:
+        return replica in self._drained
+
     async def _follow(self, url: ReplicaId) -> None:
         """A task for each name: a resolver that hangs on one must not delay the others."""
         host, port = _address(url)

@@ -98,6 +98,9 @@ class Registry:
         self._resolve = resolve
         self._clock = clock
         self._sleep = sleep
+        self._own: dict[ReplicaId, float | None] = {}
+        self._own_models: dict[ReplicaId, frozenset[str]] = {}
+        """Of those that ended, too: nobody takes a name over while its replica starts again."""
         self._asking = asyncio.Semaphore(MAX_ASKED)
         self._registrations: dict[ReplicaId, Registration] = {}
         self._admitted: dict[ReplicaId, float | None] = {}
@@ -109,6 +112,11 @@ class Registry:
 
     def __repr__(self) -> str:
         return f"<Registry: {len(self._registrations)} registrations, {len(self._admitted)} replicas in>"
+
+    @property
+    def own(self) -> frozenset[ReplicaId]:
+        """Replicas that this process runs itself."""
+        return frozenset(self._own)
 
     @property
     def admitted(self) -> frozenset[ReplicaId]:
@@ -149,6 +157,17 @@ class Registry:
         self._settle()
         return True
 
+    def adopt(self, replica: ReplicaId, prefill_rate: float | None = None) -> None:
+        """This process runs it, and it is ready: in at once and unasked, whatever models it serves."""
+        self._own[replica] = prefill_rate
+        self._settle()
+
+    def let_go(self, replica: ReplicaId) -> None:
+        """It ended."""
+        if replica in self._own:
+            del self._own[replica]
+            self._settle()
+
     async def run(self) -> None:
         """Goes through everything again and again, until cancelled."""
         while True:
@@ -172,6 +191,8 @@ class Registry:
         the router reads the list."""
         if isinstance(fact, ModelsListed):
             self._listed[fact.replica] = frozenset(card.id for card in fact.models)
+            if fact.replica in self._own:
+                self._own_models[fact.replica] = self._listed[fact.replica]
             if self._registrations:
                 self._settle()
         elif isinstance(fact, ReplicaRemoved):
@@ -232,28 +253,33 @@ class Registry:
     def _settle(self) -> None:
         """Decide anew who is in, from what is known."""
         taken = {name for replica, names in self._listed.items() if self._is_configured(replica) for name in names}
-        admitted: dict[ReplicaId, float | None] = {}
+        taken.update(*self._own_models.values())
+        admitted: dict[ReplicaId, float | None] = dict(self._own)
         for registration in self._registrations.values():
             served: set[str] = set()
             for replica, candidate in registration.candidates.items():
                 if replica in self._admitted and replica in self._listed:
                     candidate.models = self._listed[replica]
-                if candidate.models is None:
+                if candidate.models is None and replica not in self._own:  # which is in, and so was not asked
                     continue
-                self._judge(replica, candidate, taken, is_full=len(admitted) >= MAX_REPLICAS)
+                self._judge(replica, candidate, taken, is_full=len(admitted) - len(self._own) >= MAX_REPLICAS)
                 if not candidate.problem:
                     admitted[replica] = registration.prefill_rate
-                    served |= candidate.models
+                    served |= candidate.models or frozenset()
             taken |= served
         if admitted != self._admitted:
             self._admitted = admitted
             self._changed(dict(admitted))
 
+    def _is_given(self, replica: ReplicaId) -> bool:
+        """Nobody had to register it."""
+        return replica in self._own or self._is_configured(replica)
+
     def _judge(self, replica: ReplicaId, candidate: Candidate, taken: set[str], *, is_full: bool) -> None:
         names = candidate.models or frozenset()
         claimed = sorted(names & taken) if not self._allow_existing_models else []
         problem = ""
-        if self._is_configured(replica):
+        if self._is_given(replica):
             problem = "is configured already"
         elif not names:
             problem = "lists no model"

@@ -182,6 +182,21 @@ class TestEvictionLoss:
         assert replica.eviction_loss(100, 10.0, 10.0) == pytest.approx(100 * exp(-1.0))
 
 
+def test_what_only_one_replica_holds_counts_by_its_age() -> None:
+    index, a = index_of(10)
+    b, _ = index.add(B, 10), index.add(C, 10)
+    assert index.sole_blocks(5.0) == {A: 0.0, B: 0.0, C: 0.0}
+    a.touch(chain("abcd"), 0.0)
+    a.touch(chain("xyz"), 10.0)
+    b.touch(chain("abq"), 10.0)
+    found = index.sole_blocks(10.0)
+    assert found == {A: pytest.approx(2 * exp(-1.0) + 3.0), B: pytest.approx(1.0), C: 0.0}
+    b.clear()
+    assert index.sole_blocks(10.0)[A] == pytest.approx(4 * exp(-1.0) + 3.0)
+    a.touch(chain("abcd"), 10.0)
+    assert index.sole_blocks(10.0)[A] == pytest.approx(7.0)
+
+
 def test_tau_is_the_mean_age_of_the_tails_of_full_replicas() -> None:
     index, a = index_of(2)
     b, c = index.add(B, 2), index.add(C, 100)

@@ -352,3 +352,38 @@ async def test_what_an_operator_drained_stays_drained_through_a_move(facts, runn
 
 async def until(condition: Callable[[], bool]) -> None:
     await wait_until(condition)
+
+
+async def test_a_replica_of_our_own_is_in_unasked_and_goes_at_a_word(setting, world, facts):
+    own = ReplicaId("http://127.0.0.1:8101")  # no network of the allowlist
+    setting.registry.adopt(own, 5e4)
+    assert facts[-1] == ReplicaAdded(own, 5e4)
+    setting.list(own, "m")  # which a configured one serves, too
+    assert own in setting.replicas
+    assert world.asked == []
+    assert setting.registry.own == {own}
+    setting.registry.let_go(own)
+    assert facts[-1] == ReplicaRemoved(own)
+    setting.registry.let_go(own)
+    assert list(setting.replicas) == [CONFIGURED]
+
+
+async def test_nobody_takes_over_what_our_own_serve_also_while_they_start_again(setting, world):
+    own, other = ReplicaId("http://127.0.0.1:8101"), "http://10.0.0.7:8000"
+    setting.registry.adopt(own)
+    setting.list(own, "ours")
+    world.models[other] = {"ours"}
+    out = {other: "lists models that others serve: 'ours'"}
+    assert await setting.register(other) == out
+    setting.registry.let_go(own)
+    await setting.registry.reconcile()
+    assert setting.problems() == out
+
+
+async def test_our_own_registered_once_more_stay_out_as_such_and_do_not_count(setting, world):
+    own = ReplicaId("http://10.0.0.9:8000")
+    setting.registry.adopt(own)
+    world.models[own] = {"ours"}
+    assert await setting.register(own) == {own: "is configured already"}
+    assert setting.registry.unregister(own)
+    assert own in setting.replicas
