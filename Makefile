@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 VLLM_VENV ?= .venv-vllm
 SOURCES := setup.py $(shell find gateway workers loadtests -name '*.py' -o -name '*.toml' -o -path '*/planner/configs/*.json')
 
-.PHONY: install run test test-compiled test-vllm test-deploy clients chaos chaos-steady check bench bench-vllm clean
+.PHONY: install run test test-compiled test-vllm test-deploy test-engines clients chaos chaos-steady check bench bench-vllm clean
 
 install: $(VENV)/installed
 
@@ -44,6 +44,11 @@ test-deploy: install
 	PYTHON=$(PYTHON) sh tests/deploy/tools.sh .cache/deploy
 	$(BIN)/python -m pytest -m deploy tests/deploy
 
+# Engines other than vLLM that run here: llama.cpp's server.
+test-engines: install
+	PYTHON=$(PYTHON) sh tests/engines/install.sh .venv-llama
+	$(BIN)/python -m pytest -m engines tests/engines
+
 # Real SDKs and agents for test 19 of the fault tests: needs node and npm.
 clients:
 	PYTHON=$(PYTHON) sh tests/clients/install.sh .venv-clients .cache/clients
@@ -75,4 +80,4 @@ bench-vllm: install
 	VLLM_VENV=$(VLLM_VENV) $(BIN)/python -m loadtests.engines.run $(if $(SMOKE),--smoke) $(BENCH)
 
 clean:
-	rm -rf $(VENV) .venv-vllm .venv-clients tests/clients/drivers/node_modules .cache .bench build dist *.egg-info
+	rm -rf $(VENV) .venv-vllm .venv-llama .venv-clients tests/clients/drivers/node_modules .cache .bench build dist *.egg-info

@@ -21,6 +21,8 @@ log = logging.getLogger(__name__)
 
 JITTER = 0.1
 """Share of the interval: scrapes of many replicas spread out instead of arriving in one burst."""
+WARN_AFTER = 2
+"""Failures in a row. One is noise, and by the second it is known which engine does not answer, and what to do."""
 MAX_PAUSE_SECONDS = 5.0
 """A replica whose page fails is asked less and less often, down to this, so a hung one costs little."""
 
@@ -66,12 +68,12 @@ class Scrape:
             try:
                 snapshot = await self._load(replica, url, began)
             except FetchFailed as error:
-                if failures == 0:
+                failures += 1
+                if failures == WARN_AFTER:
                     remedy = f"; {dialect.without_metrics}" if dialect.without_metrics else ""
                     log.warning("%s is not usable: %s%s", url, error, remedy)
-                failures += 1
             else:
-                if failures:
+                if failures >= WARN_AFTER:
                     log.info("%s is usable again", url)
                 failures = 0
                 self._observe(LoadReported(replica, snapshot))

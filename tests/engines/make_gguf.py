@@ -14,7 +14,7 @@ from pathlib import Path
 from random import Random
 from typing import Any, BinaryIO
 
-WIDTH, INNER, LAYERS, HEADS, KV_HEADS = 128, 256, 4, 4, 2
+WIDTH, INNER, LAYERS, HEADS, KV_HEADS = 64, 128, 2, 2, 1
 CONTEXT = 32_768
 ALIGNMENT = 32
 

@@ -13,12 +13,13 @@ import xllamacpp
 model, port, slots, context = sys.argv[1:5]
 params = xllamacpp.CommonParams()
 params.model.path = model
-params.model_alias = "tiny"
+params.model_alias = ["tiny"]
 params.port = int(port)
 params.n_parallel = int(slots)
 params.n_ctx = int(context)
 params.cpuparams.n_threads = 1
 params.endpoint_metrics = "--metrics" in sys.argv
+params.ui = False
 server = xllamacpp.Server(params)
-print(server.listening_address, flush=True)
+print("ready", server.listening_address, flush=True)
 signal.pause()
