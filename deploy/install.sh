@@ -18,9 +18,10 @@ STEPS='1 packages Debian packages that the rest needs
 2 repository the package repository of NVIDIA
 2 driver NVIDIA driver 575 or newer, installed
 2 reboot NVIDIA driver 575 or newer, running
-2 toolkit CUDA toolkit 12.9
+2 toolkit CUDA toolkit
 3 uv uv, which makes the Python environments
 3 vllm vLLM 0.18.0 or newer in an environment of its own
+3 torch the GPUs, as vLLM reaches them
 3 gateway the gateway in an environment of its own
 3 services systemd units, and configuration in /etc/warmlane'
 
@@ -43,9 +44,10 @@ What is there already is left alone.
   --resume-at-boot      let systemd do that
   --upgrade             bring uv, vLLM and the gateway up to date although they are there
   --driver KIND         kernel modules: open (default; Turing and newer) or proprietary (older GPUs)
-  --driver-branch N     stay on this branch of the driver, 575 or higher; the newest by default
+  --driver-branch N     this branch of the driver, 575 or higher, and not an older one that runs; the newest by default
+  --cuda X.Y            CUDA toolkit, 12.9 by default
   --python VERSION      Python of the environments, 3.12 by default; or the path of one
-  --vllm-version X.Y.Z  instead of the newest
+  --vllm-version X.Y.Z  instead of the newest that runs with the driver
   --vllm-package SPEC   another package in place of vLLM, as pip names it
   --prefix DIR          where the environments go, /opt/warmlane by default
   --root DIR            look at and write under DIR in place of / (for tests)
@@ -86,8 +88,8 @@ write() {
 }
 
 read_options() {
-    MODE=install ONLY='' PART='' RESUME=no AT_BOOT=no UPGRADE=no DRIVER=nvidia-open DRIVER_BRANCH='' PYTHON=3.12
-    VLLM_VERSION='' VLLM_PACKAGE='' PREFIX=/opt/warmlane ROOT=''
+    MODE=install ONLY='' PART='' RESUME=no AT_BOOT=no UPGRADE=no DRIVER=nvidia-open DRIVER_BRANCH='' CUDA=12.9
+    PYTHON=3.12 VLLM_VERSION='' VLLM_PACKAGE='' PREFIX=/opt/warmlane ROOT=''
     while [ $# -gt 0 ]; do
         case $1 in
             --check | --dry-run) MODE=${1#--} ;;
@@ -95,7 +97,7 @@ read_options() {
             --resume-at-boot) AT_BOOT=yes ;;
             --upgrade) UPGRADE=yes ;;
             -h | --help) usage && exit 0 ;;
-            --only | --part | --driver | --driver-branch | --python | --vllm-version | --vllm-package | --prefix | --root)
+            --only | --part | --driver | --driver-branch | --cuda | --python | --vllm-version | --vllm-package | --prefix | --root)
                 [ $# -gt 1 ] || refuse 2 "$1 needs a value"
                 read_value "$1" "$2"
                 shift
@@ -118,6 +120,7 @@ read_value() {
             at_least "$2" "$DRIVER_MINIMUM" || refuse 2 "$1 $2: at least $DRIVER_MINIMUM"
             DRIVER_BRANCH=$2
             ;;
+        --cuda=[1-9]*.[0-9]*) CUDA=$2 ;;
         --python=?*) PYTHON=$2 ;;
         --vllm-version=[0-9]*)
             at_least "$2" "$VLLM_MINIMUM" || refuse 2 "$1 $2: at least $VLLM_MINIMUM"
@@ -134,7 +137,7 @@ is_wanted() { # PART NAME
     [ -z "$PART" ] || [ "$PART" = "$1" ] || return 1
     case $ONLY:$2 in
         vllm:account | vllm:gateway | vllm:services) return 1 ;;
-        gateway:repository | gateway:driver | gateway:reboot | gateway:toolkit | gateway:vllm) return 1 ;;
+        gateway:repository | gateway:driver | gateway:reboot | gateway:toolkit | gateway:vllm | gateway:torch) return 1 ;;
     esac
 }
 

@@ -3,6 +3,9 @@
 
 DRIVER_MINIMUM=575
 VLLM_MINIMUM=0.18.0
+# From this version on the package index has vLLM for CUDA 13, up to it for CUDA 12.
+VLLM_CUDA_13=0.20
+DRIVER_CUDA_13=580
 
 # Sets OS_ID, OS_NAME, and NVIDIA_REPOSITORY, the name that NVIDIA gives to its repository for this system.
 read_os() {
@@ -58,6 +61,19 @@ installed_driver() {
     modinfo -F version nvidia 2>/dev/null || true
 }
 
+torch_reaches_gpus() {
+    "$PREFIX/vllm/bin/python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' >/dev/null 2>&1
+}
+
+# Which CUDA it was built for, and whether the toolkit is of the same major version.
+torch_says() {
+    found=$("$PREFIX/vllm/bin/python" -c 'import torch; print(torch.version.cuda)' 2>/dev/null) || return 0
+    case $found in
+        "${CUDA%%.*}".*) echo "for CUDA $found" ;;
+        *) echo "for CUDA $found; kernels that it compiles at its start may want that toolkit: --part 2 --cuda $found" ;;
+    esac
+}
+
 has_secure_boot() {
     for variable in "$ROOT"/sys/firmware/efi/efivars/SecureBoot-*; do
         # Four bytes of attributes, then the value.
@@ -83,6 +99,7 @@ detail() {
         driver) found=$(installed_driver) ;;
         reboot) found=$(running_driver) ;;
         vllm) found=$(version_in "$PREFIX/vllm" "$(vllm_name)") ;;
+        torch) found=$(torch_says) ;;
         gateway) found=$(version_in "$PREFIX/gateway" warmlane) ;;
         *) found='' ;;
     esac

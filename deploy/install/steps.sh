@@ -55,8 +55,10 @@ END
     run apt-get update
 }
 
+wanted_driver() { echo "${DRIVER_BRANCH:-$DRIVER_MINIMUM}"; }
+
 # A driver that runs counts wherever it came from.
-driver_done() { reboot_done || at_least "$(installed_driver)" "$DRIVER_MINIMUM"; }
+driver_done() { reboot_done || at_least "$(installed_driver)" "$(wanted_driver)"; }
 
 driver_do() {
     # The kernel module is compiled here, for this kernel.
@@ -69,7 +71,7 @@ driver_do() {
     fi
 }
 
-reboot_done() { at_least "$(running_driver)" "$DRIVER_MINIMUM"; }
+reboot_done() { at_least "$(running_driver)" "$(wanted_driver)"; }
 
 reboot_do() {
     this_boot=$(contents "$ROOT/proc/sys/kernel/random/boot_id")
@@ -79,7 +81,7 @@ reboot_do() {
         return
     fi
     if [ -n "$before" ] && [ "$before" != "$this_boot" ]; then
-        refuse 1 "the machine was rebooted, but driver $DRIVER_MINIMUM or newer does not run (running: $(running_driver none))." \
+        refuse 1 "the machine was rebooted, but driver $(wanted_driver) or newer does not run (running: $(running_driver none))." \
             "The reason is in: dkms status; journalctl --dmesg --grep='nvidia|nouveau'; mokutil --sb-state"
     fi
     mkdir -p "$STATE"
@@ -130,9 +132,9 @@ systemd() {
     if [ -z "$ROOT" ] && [ -d /run/systemd/system ]; then run systemctl daemon-reload; fi
 }
 
-toolkit_done() { [ -x "$ROOT/usr/local/cuda-12.9/bin/nvcc" ]; }
+toolkit_done() { [ -x "$ROOT/usr/local/cuda-$CUDA/bin/nvcc" ]; }
 
-toolkit_do() { apt_install cuda-toolkit-12-9; }
+toolkit_do() { apt_install "cuda-toolkit-$(echo "$CUDA" | tr . -)"; }
 
 # -- part 3
 
@@ -175,11 +177,39 @@ vllm_done() {
     fi
 }
 
+# What to ask the package index for: as told, else the newest that runs with the driver.
+vllm_requirement() {
+    if [ -n "$VLLM_VERSION" ]; then
+        echo "vllm==$VLLM_VERSION"
+    elif [ -n "$VLLM_PACKAGE" ]; then
+        echo "$VLLM_PACKAGE"
+    elif [ -z "$(running_driver)" ] || at_least "$(running_driver)" $DRIVER_CUDA_13; then
+        echo "vllm>=$VLLM_MINIMUM"
+    else
+        echo "vllm>=$VLLM_MINIMUM,<$VLLM_CUDA_13"
+    fi
+}
+
 # `auto`: uv takes the build of torch that fits the driver.
 vllm_do() {
+    requirement=$(vllm_requirement)
+    case $requirement in
+        *,*) say "driver $(running_driver) runs CUDA 12; for vLLM $VLLM_CUDA_13 or newer: --driver-branch $DRIVER_CUDA_13" ;;
+    esac
     make_environment "$PREFIX/vllm"
-    if [ -n "$VLLM_VERSION" ]; then package=vllm==$VLLM_VERSION; else package=${VLLM_PACKAGE:-vllm>=$VLLM_MINIMUM}; fi
-    uv pip install --quiet --upgrade --python "$PREFIX/vllm/bin/python" --torch-backend auto "$package"
+    uv pip install --quiet --upgrade --python "$PREFIX/vllm/bin/python" --torch-backend auto "$requirement"
+}
+
+# Another package in the place of vLLM need not have torch.
+torch_done() { [ -n "$VLLM_PACKAGE" ] || torch_reaches_gpus; }
+
+torch_do() {
+    if [ "$MODE" = dry-run ]; then
+        echo "# here vLLM's torch is asked whether it reaches the GPUs"
+        return
+    fi
+    refuse 1 "vLLM's torch reaches no GPU ($(torch_says); driver $(running_driver none)). Builds for CUDA 13 want driver" \
+        "$DRIVER_CUDA_13 or newer: --driver-branch $DRIVER_CUDA_13, or --vllm-version with one before $VLLM_CUDA_13"
 }
 
 gateway_done() { "$PREFIX/gateway/bin/warmlane" version >/dev/null 2>&1; }

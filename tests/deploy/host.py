@@ -91,6 +91,13 @@ class Host:
         """What the package of the driver would install."""
         (self._system / "driver").write_text(version)
 
+    def add_program(self, path: str, text: str = "") -> None:
+        """In the folder of the environments."""
+        program = self.prefix / path
+        program.parent.mkdir(parents=True, exist_ok=True)
+        program.write_text(f"#!/bin/sh\n{text}\n")
+        program.chmod(0o755)
+
     def boot(self, *, loads_driver: bool = True) -> None:
         self.boots += 1
         self.write("proc/sys/kernel/random/boot_id", f"boot-{self.boots}")

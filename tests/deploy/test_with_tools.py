@@ -79,10 +79,8 @@ def test_variables_choose_model_flags_and_versions():
 def installed(tmp_path: Path) -> Path:
     """Folder with the units as the script installs them, for programs that are there."""
     host = Host(tmp_path)
-    for name in ("uv/bin/uv", "gateway/bin/warmlane"):
-        (host.prefix / name).parent.mkdir(parents=True, exist_ok=True)
-        (host.prefix / name).write_text("#!/bin/sh\n")
-        (host.prefix / name).chmod(0o755)
+    host.add_program("uv/bin/uv")
+    host.add_program("gateway/bin/warmlane")
     assert host.install("--only", "gateway", "--part", "3").returncode == 0
     return host.root / "etc/systemd/system"
 
@@ -121,7 +119,7 @@ def test_the_environments_are_made(tmp_path, monkeypatch):
     assert not (ROOT / "warmlane.egg-info").exists()
 
     again = host.install(*options)
-    assert again.stdout.count("done already") == 4
+    assert again.stdout.count("done already") == 5
     assert host.install("--check", *options).returncode == 0
 
     upgraded = host.install("--upgrade", "--dry-run", *options).stdout
