@@ -39,7 +39,7 @@ test-vllm: install
 	PYTHON=$(PYTHON) sh tests/vllm/install.sh $(VLLM_VENV) .cache/tiny-model
 	VLLM_VENV=$(VLLM_VENV) $(BIN)/python -m pytest -m vllm tests/vllm
 
-# What promtool, docker-compose and systemd say of deploy/, and the install script's steps that need a network.
+# deploy/: what promtool, docker-compose and systemd say of it, what needs curl, the install script's steps that need a network.
 test-deploy: install
 	PYTHON=$(PYTHON) sh tests/deploy/tools.sh .cache/deploy
 	$(BIN)/python -m pytest -m deploy tests/deploy

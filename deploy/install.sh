@@ -6,6 +6,8 @@
 # new driver needs it goes on where it stopped.
 set -eu
 
+# modinfo and useradd are there, which is not in everybody's path.
+PATH=$PATH:/usr/sbin:/sbin
 HERE=$(cd "$(dirname "$0")" && pwd)
 # shellcheck source=deploy/install/host.sh
 . "$HERE/install/host.sh"

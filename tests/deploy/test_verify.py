@@ -1,4 +1,6 @@
-"""`deploy/verify.sh` against real replicas and a real gateway, and against servers that answer wrongly."""
+"""`deploy/verify.sh` against a real gateway and its replicas, and against servers that answer wrongly.
+
+It needs curl, which not every machine has (make test-deploy)."""
 
 from __future__ import annotations
 
@@ -13,6 +15,8 @@ from collections.abc import Iterator
 import pytest
 
 from tests.deploy.host import DEPLOY, run
+
+pytestmark = pytest.mark.deploy
 
 SECONDS = 60.0
 CHECKS = ["it lives", "it lists models", "it answers", "it streams"]

@@ -94,6 +94,15 @@ def test_systemd_accepts_the_units_and_finds_them_closed(installed, unit, exposu
     checked(["systemd-analyze", "security", "--offline=yes", f"--threshold={exposure}", "--no-pager", path])
 
 
+def test_systemd_accepts_the_unit_that_resumes(tmp_path):
+    host = Host(tmp_path / "with a space")
+    assert host.install("--part", "2", "--resume-at-boot").returncode == 3
+    ended = run(
+        ["systemd-analyze", "verify", "--man=no", str(host.root / "etc/systemd/system/warmlane-install.service")]
+    )
+    assert (ended.returncode, ended.stderr) == (0, "")
+
+
 # -- steps of the script
 
 

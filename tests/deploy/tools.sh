@@ -1,8 +1,8 @@
 #!/bin/sh
 # The tools of `make test-deploy`:  tests/deploy/tools.sh FOLDER
 #
-# promtool and uv are put into FOLDER. docker-compose and systemd-analyze are used as they are; where they are missing and
-# this is root on Debian or Ubuntu, they are installed.
+# promtool and uv are put into FOLDER. curl, docker-compose and systemd-analyze are used as they are; where they are missing
+# and this is root on Debian or Ubuntu, they are installed.
 set -eu
 
 FOLDER=${1:?usage: tools.sh FOLDER}
@@ -38,6 +38,7 @@ unpack_promtool() {
 }
 
 mkdir -p "$FOLDER"
+install_package curl curl
 install_package docker-compose docker-compose
 install_package systemd-analyze systemd
 unpack_promtool
