@@ -41,6 +41,19 @@ Port = Annotated[
         "--port", metavar="PORT", min=0, max=65_535, help="Port to listen on, 0 for a free one; beats the file."
     ),
 ]
+PresetName = Annotated[
+    str | None,
+    typer.Option(
+        "--preset", metavar="NAME", help="See `warmlane presets`; what suits this machine's GPUs when absent."
+    ),
+]
+ProfileName = Annotated[
+    str, typer.Option("--profile", metavar="NAME", help="One that the preset has: see `warmlane presets`.")
+]
+VllmPath = Annotated[str | None, typer.Option("--vllm", metavar="PATH", help="The vllm executable; else from PATH.")]
+VllmVersion = Annotated[
+    str | None, typer.Option("--vllm-version", metavar="X.Y.Z", help="Of that vllm; it is asked when absent.")
+]
 GatewayUrl = Annotated[str, typer.Option("--url", metavar="URL", help="The gateway, e.g. http://127.0.0.1:8000.")]
 AdminUrl = Annotated[str, typer.Option("--url", metavar="URL", help="Its admin listener, e.g. http://127.0.0.1:8001.")]
 KeyVariable = Annotated[
@@ -115,27 +128,35 @@ def serve(
 
 @cli.command()
 def up(
-    preset: Annotated[str, typer.Option("--preset", metavar="NAME", help="What replicas run; `warmlane presets`.")] = (
-        "embedded"
-    ),
+    preset: PresetName = None,
+    profile: ProfileName = "recommended",
     replicas: Annotated[
-        int | None, typer.Option("--replicas", metavar="N", min=1, max=64, help="How many; 2 when embedded, else 1.")
+        int | None,
+        typer.Option(
+            "--replicas",
+            metavar="N",
+            min=1,
+            max=64,
+            help="How many; 2 when embedded, 1 of a named preset, else as many as the cards allow.",
+        ),
     ] = None,
     config: ConfigFile = None,
     host: Host = None,
     port: Port = None,
-    vllm: Annotated[str | None, typer.Option("--vllm", metavar="PATH", help="The vllm executable.")] = None,
+    vllm: VllmPath = None,
+    vllm_version: VllmVersion = None,
 ) -> int:
     """Run replicas and the gateway together; Ctrl-C stops all."""
     chosen = configured(config, host=host, port=port)
     from gateway import up as together
     from gateway.stderr_log import log_to_stderr
-    from workers.launch import LaunchError
+    from workers.launch import LaunchError, Request
     from workers.presets import PresetError
 
     log_to_stderr()
+    request = Request(preset, profile, vllm=vllm, vllm_version=vllm_version)
     try:
-        return together.run(chosen, together.plan_fleet(preset, replicas, vllm))
+        return together.run(chosen, together.plan_fleet(request, replicas))
     except (PresetError, LaunchError) as error:
         raise Refused(str(error)) from error
 
@@ -240,32 +261,42 @@ def restart(
 
 
 @cli.command()
-def presets(as_json: Json = False) -> int:
-    """List the presets, and what was measured with them."""
+def presets(
+    measured: Annotated[
+        bool, typer.Option("--measured", help="What starts measured, here and elsewhere, beside what was planned.")
+    ] = False,
+    as_json: Json = False,
+) -> int:
+    """List the presets, or what was measured with them."""
     import msgspec
 
     from workers.presets import load_all
 
     found = load_all()
+    if measured:
+        from workers import measurements, starts
+
+        rows = measurements.rows(found, starts.read(starts.file_for(os.environ)))
+        print(measurements.as_json(rows) if as_json else measurements.as_text(rows))
+        return DONE
     if as_json:
         print(msgspec.json.format(msgspec.json.encode(found), indent=2).decode())
         return DONE
     for name, preset in found.items():
         print(f"{name:32} {preset.title}")
-        measured = "; ".join(one.hardware for one in preset.measured) or "not yet"
-        print(f"{'':32} profiles: {', '.join(preset.profiles)}; measured: {measured}")
+        shipped = "; ".join(one.hardware for one in preset.measured) or "not yet"
+        print(f"{'':32} profiles: {', '.join(preset.profiles)}; measured: {shipped}")
     return DONE
 
 
 @cli.command(context_settings={"allow_interspersed_args": False})
 def replica(
-    preset: Annotated[str, typer.Option("--preset", metavar="NAME", help="See `warmlane presets`.")],
-    profile: Annotated[
-        str, typer.Option("--profile", metavar="NAME", help="One that the preset has: see `warmlane presets`.")
-    ] = "recommended",
+    preset: PresetName = None,
+    profile: ProfileName = "recommended",
     host: Annotated[str, typer.Option("--host", metavar="ADDRESS", help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option("--port", metavar="PORT", min=1, max=65_535, help="Port to listen on.")] = 8101,
-    vllm: Annotated[str | None, typer.Option("--vllm", metavar="PATH", help="The vllm executable.")] = None,
+    vllm: VllmPath = None,
+    vllm_version: VllmVersion = None,
     model: Annotated[
         str | None, typer.Option("--model", metavar="NAME", help="Model to load instead of the preset's.")
     ] = None,
@@ -273,11 +304,10 @@ def replica(
     extra: Annotated[list[str] | None, typer.Argument(metavar="-- FLAG", help="More flags of vllm.")] = None,
 ) -> int:
     """Run one vLLM server with the flags of a preset."""
-    from workers.launch import run_replica
+    from workers.launch import Request, run_replica
 
-    return run_replica(
-        preset, profile, host=host, port=port, vllm=vllm, model=model, dry_run=dry_run, extra=extra or ()
-    )
+    request = Request(preset, profile, vllm, vllm_version, model, tuple(extra or ()), must_run=not dry_run)
+    return run_replica(request, host=host, port=port)
 
 
 def replay(options: Options) -> int:

@@ -25,10 +25,9 @@ from gateway.config import Config, Workers
 from gateway.listeners import StartError
 from gateway.stderr_log import report_unforeseen
 from gateway.stop_signals import StopSignals
-from workers import presets
 from workers.back_off import BackOffSettings
 from workers.keeper import KeeperSettings, cancel
-from workers.launch import assign_gpus, base_url, command_line, find_vllm, require_model
+from workers.launch import Request, prepare, say
 from workers.supervisor import Supervisor, SupervisorSettings
 from workers.worker import Worker
 
@@ -55,24 +54,27 @@ class Fleet:
     """The flags are a specification's, to be kept as written."""
 
 
-def plan_fleet(preset_name: str, count: int | None, vllm: str | None) -> Fleet:
-    """Workers that are not started yet. Raises `PresetError`, `LaunchError`."""
-    preset = presets.load(preset_name)
-    embedded = preset.program == "embedded"
-    executable = "" if embedded else find_vllm(vllm)
-    if not embedded:
-        require_model(preset, None)
+def plan_fleet(request: Request, count: int | None) -> Fleet:
+    """Workers that are not started yet; what was chosen, and why, is said. Raises `PresetError`, `LaunchError`."""
+    launch = prepare(request, may_embed=True)
+    embedded = launch.engine is None
+    total = count or launch.replicas or (2 if embedded else 1)
     workers = []
-    for index, port in enumerate(free_ports(count or (2 if embedded else 1))):
-        gpus = assign_gpus(preset, index, os.environ.get("CUDA_VISIBLE_DEVICES"))
-        command = command_line(preset, host=HOST, port=port, vllm=executable, gpus=gpus)
-        workers.append(Worker(command.argv, command.environment, base_url(HOST, port), name=f"replica-{index + 1}"))
-    rates = [one.prefill_tokens_per_second for one in preset.measured if one.prefill_tokens_per_second is not None]
+    said = dict.fromkeys(launch.notes)
+    for index, port in enumerate(free_ports(total)):
+        worker, notes = launch.worker(f"replica-{index + 1}", HOST, port, index, total)
+        workers.append(worker)
+        said |= dict.fromkeys(notes)
+    for note in said:
+        say(note)
+    measured = launch.preset.measured
+    rates = [one.prefill_tokens_per_second for one in measured if one.prefill_tokens_per_second is not None]
     return Fleet(
         workers=tuple(workers),
-        model=preset.model_name,
+        model=launch.preset.model_name,
         prefill_rate=rates[0] if rates else None,
         ready_seconds=EMBEDDED_READY_SECONDS if embedded else VLLM_READY_SECONDS,
+        is_verbatim=request.profile == "spec",
     )
 
 

@@ -1,170 +1,201 @@
-"""One replica from a preset: the exact command line, and running it in the foreground (`warmlane replica`).
+"""Replicas from a preset on this machine: what is chosen, checked and said before anything starts.
 
-`command_line` is pure and knows the flags that the gateway relies on; `workers.worker.Worker` runs what it returns.
+`command_line` is the exact command; here are the preset where none is named, the engine and its version, the cards, and
+running one replica in the foreground (`warmlane replica`). `workers.worker.Worker` runs it, `StartReport` hears it.
 """
 
 from __future__ import annotations
 
 import asyncio
-import ipaddress
-import json
 import os
 import shlex
-import shutil
 import signal
 import sys
 from collections.abc import Coroutine, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
-from workers import presets
-from workers.presets import DEFAULT_PROFILE, FlagValue, Preset, PresetError
+from workers import presets, starts
+from workers.command_line import DEFAULT_HOST, DEFAULT_PORT, CommandLine, base_url, command_line
+from workers.engine_version import Engine, LaunchError, check_known, find_engine, find_vllm
+from workers.gpus import detect
+from workers.placement import Machine, Placement, described, working_numactl
+from workers.planner.start import plan_start
+from workers.preset_choice import EMBEDDED, Choice, choose
+from workers.presets import DEFAULT_PROFILE, Preset, PresetError
+from workers.start_report import Identity, StartReport, cpu_hardware
 from workers.worker import Worker, WorkerFailed
 
-__all__ = ["CommandLine", "LaunchError", "Worker", "WorkerFailed", "command_line", "find_vllm", "run_replica"]
+__all__ = ["CommandLine", "LaunchError", "Worker", "WorkerFailed", "base_url", "command_line", "find_vllm"]
 
-DEFAULT_HOST = "127.0.0.1"
-"""vLLM's own key guards only some of its paths, so a replica listens to the gateway's machine unless told otherwise."""
-DEFAULT_PORT = 8101
+SECRET_FLAGS = ("--api-key", "--hf-token")
 READY_TIMEOUT_SECONDS = 1_800.0
 """gpt-oss-120b needed 207 s with its weights at hand; a first start downloads 65 GB before that."""
-EVENTS_PORT_OFFSET = 10_000
-"""KV events on the HTTP port plus this, their replay on plus twice this (minus, where that exceeds 65,535)."""
-
-GATEWAY_FLAGS: dict[str, FlagValue] = {
-    # Recipes for benchmarks switch it off; without it routing has nothing to gain.
-    "enable-prefix-caching": True,
-    # Reports cached_tokens in `usage`, which the gateway compares with its prediction.
-    "enable-prompt-tokens-details": True,
-    # One algorithm on all replicas, of the kind that any language can recompute (the default hashes Python pickles).
-    "prefix-caching-hash-algo": "sha256_cbor",
-    # The gateway asks these several times a second.
-    "disable-access-log-for-endpoints": "/health,/metrics,/ping,/v1/models",
-}
 
 
-class LaunchError(Exception):
-    """The replica cannot be started as asked. The message is one clear line for the person who asked."""
+def this_machine(environment: Mapping[str, str]) -> Machine:
+    devices = detect()
+    return Machine(devices, environment, working_numactl() if devices else None)
 
 
-class CommandLine(NamedTuple):
-    argv: tuple[str, ...]
-    environment: dict[str, str]
-    """To be added to the inherited one."""
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What a person asked for. `None`: not said."""
 
-    def __str__(self) -> str:
-        """As typed into a shell."""
-        return " ".join([*(f"{name}={shlex.quote(value)}" for name, value in self.environment.items()), self.shell])
-
-    @property
-    def shell(self) -> str:
-        return shlex.join(self.argv)
-
-
-def command_line(
-    preset: Preset,
-    profile: str = DEFAULT_PROFILE,
-    *,
-    host: str = DEFAULT_HOST,
-    port: int = DEFAULT_PORT,
-    vllm: str = "vllm",
-    model: str | None = None,
-    gpus: Sequence[str] = (),
-    extra: Sequence[str] = (),
-) -> CommandLine:
-    """What to execute for one replica of `preset`. Raises `PresetError` when it has no such profile.
-
-    `model` replaces the preset's own; `gpus` are the devices that this replica may use (`assign_gpus`), all when empty;
-    `extra` flags go last, where vLLM lets the last one win.
-    """
-    chosen = preset.profile(profile)
-    flags = dict(chosen.flags)
-    environment = dict(chosen.environment)
-    address = ["--host", host, "--port", str(port)]
-    if preset.program == "embedded":
-        argv = [sys.executable, "-m", "workers.sim_replica", "--model", model or preset.model_name]
-    else:
-        argv = [vllm, "serve", model or preset.model]
-        if preset.served_model_name:
-            address += ["--served-model-name", preset.served_model_name]
-        if profile != "spec":
-            flags = {**flags, **GATEWAY_FLAGS, "kv-events-config": json.dumps(kv_events(host, port))}
-        if gpus:
-            environment["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
-    return CommandLine((*argv, *flag_words(flags), *address, *extra), environment)
+    preset: str | None = None
+    profile: str = DEFAULT_PROFILE
+    vllm: str | None = None
+    """Path of the executable."""
+    vllm_version: str | None = None
+    model: str | None = None
+    extra: tuple[str, ...] = ()
+    must_run: bool = True
+    """A dry run needs neither an engine nor a model."""
 
 
-def flag_words(flags: Mapping[str, FlagValue]) -> list[str]:
-    words: list[str] = []
-    for name, value in flags.items():
-        if value is True:
-            words.append(f"--{name}")
-        elif value is False:
-            words.append(f"--no-{name}")
-        else:
-            words += [f"--{name}", str(value)]
-    return words
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """A preset that can be started on this machine, as often as there are cards."""
 
+    name: str
+    preset: Preset
+    request: Request
+    engine: Engine | None
+    """`None` for the embedded replica."""
+    machine: Machine
+    replicas: int | None
+    """As many as the cards allow, where the preset was chosen here."""
+    notes: tuple[str, ...] = ()
+    """For the person who asked."""
 
-def kv_events(host: str, port: int) -> dict[str, object]:
-    """vLLM's `--kv-events-config`. The events carry prompts as token ids and have no key, so they follow the HTTP host.
+    def place(self, index: int = 0, of: int = 1) -> Placement:
+        """Raises `LaunchError` when there are too few cards and it must run."""
+        try:
+            return self.machine.place(self.preset.gpu, index, of)
+        except LaunchError as error:
+            if self.request.must_run:
+                raise
+            return Placement(notes=(str(error),))
 
-    vLLM binds TCP to all interfaces or not at all; on loopback a socket file that only its owner may open stands in.
-    """
-    if is_loopback(host):
-        endpoints = [f"ipc:///tmp/warmlane-{os.getuid()}-kv-{kind}-{port}" for kind in ("events", "replay")]
-    else:
-        offset = EVENTS_PORT_OFFSET if port + 2 * EVENTS_PORT_OFFSET <= 65_535 else -EVENTS_PORT_OFFSET
-        endpoints = [f"tcp://*:{port + steps * offset}" for steps in (1, 2)]
-    return {
-        "enable_kv_cache_events": True,
-        "publisher": "zmq",
-        "endpoint": endpoints[0],
-        "replay_endpoint": endpoints[1],
-    }
-
-
-def is_loopback(host: str) -> bool:
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
-
-
-def base_url(host: str, port: int) -> str:
-    """Where this machine reaches a replica that listens on `host`."""
-    reachable = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)
-    return f"http://{reachable}:{port}"
-
-
-def assign_gpus(preset: Preset, index: int, visible: str | None) -> tuple[str, ...]:
-    """Devices of the replica number `index` (from 0) on one machine; `visible` is CUDA_VISIBLE_DEVICES, if set.
-
-    Raises `LaunchError` when `visible` lists too few.
-    """
-    if preset.gpu is None:
-        return ()
-    first, last = index * preset.gpu.count, (index + 1) * preset.gpu.count
-    if visible is None:
-        return tuple(str(device) for device in range(first, last))
-    devices = tuple(device.strip() for device in visible.split(",") if device.strip())
-    if len(devices) < last:
-        raise LaunchError(
-            f"CUDA_VISIBLE_DEVICES lists {len(devices)} GPUs; {index + 1} replicas of {preset.gpu.count} need {last}"
+    def command(self, placement: Placement, host: str, port: int) -> CommandLine:
+        """Raises `LaunchError`."""
+        request = self.request
+        if self.engine is None:
+            return command_line(
+                self.preset, request.profile, host=host, port=port, model=request.model, extra=request.extra
+            )
+        command = command_line(
+            self.preset,
+            request.profile,
+            host=host,
+            port=port,
+            vllm=self.engine.executable if request.must_run else request.vllm or "vllm",
+            version=self.engine.version,
+            model=request.model,
+            placement=placement,
+            extra=request.extra,
         )
-    return devices[first:last]
+        warnings = check_known(self.engine, command.flags, command.environment, self.machine.environment)
+        return command._replace(notes=(*command.notes, *warnings))
+
+    def worker(self, name: str, host: str, port: int, index: int = 0, of: int = 1) -> tuple[Worker, tuple[str, ...]]:
+        """The replica number `index` of so many, not started yet, and what to say of it. Raises `LaunchError`."""
+        placement = self.place(index, of)
+        command = self.command(placement, host, port)
+        report = self.report(command, placement, name)
+        worker = Worker(
+            command.argv,
+            command.environment,
+            base_url(host, port),
+            name=name,
+            on_line=report.hear if report else None,
+            progress=report.progress if report else None,
+        )
+        return worker, command.notes
+
+    def report(self, command: CommandLine, placement: Placement, name: str) -> StartReport | None:
+        """`None` for the embedded replica, which measures nothing."""
+        if self.engine is None:
+            return None
+        identity = Identity(
+            replica=name,
+            preset=self.name,
+            profile=self.request.profile,
+            model=self.request.model or self.preset.model,
+            hardware=self.hardware(placement),
+            flags=shlex.join(without_secrets(command.flags)),
+            version=str(self.engine.version),
+        )
+        plan = plan_start(
+            self.preset,
+            command.flags,
+            command.environment,
+            self.engine.version,
+            model=self.request.model,
+            memory_gib=placement.memory_gib,
+        )
+        return StartReport(identity, plan, starts.file_for(self.machine.environment), say)
+
+    def hardware(self, placement: Placement) -> str:
+        if self.preset.gpu is None:
+            return cpu_hardware()
+        used = tuple(slot for slot in self.machine.slots if slot.label in placement.gpus and slot.device)
+        return described(used) if used else f"{self.preset.gpu.count} x {self.preset.gpu.name}"
 
 
-def find_vllm(path: str | None = None) -> str:
-    """The `vllm` executable: `path` when given, else from PATH. Raises `LaunchError`."""
-    found = shutil.which(path or "vllm")
-    if found:
-        return found
-    if path:
-        raise LaunchError(f"--vllm {path}: not an executable file")
-    raise LaunchError("vLLM was not found: pip install '.[vllm]' in a clone, or give its path with --vllm PATH")
+def without_secrets(words: Sequence[str]) -> list[str]:
+    """Flags fit to be kept in a file."""
+    kept, hides = [], False
+    for word in words:
+        if word.startswith("--"):
+            name, equals, _ = word.partition("=")
+            hides = name.replace("_", "-") in SECRET_FLAGS
+            kept.append(f"{name}=***" if hides and equals else word)
+        else:
+            kept.append("***" if hides else word)
+    return kept
+
+
+def prepare(request: Request, machine: Machine | None = None, *, may_embed: bool = False) -> Launch:
+    """Everything that can be refused is refused here. Raises `PresetError`, `LaunchError`.
+
+    `machine` is this one unless given. `may_embed`: without a named preset embedded replicas will do, also where there
+    are cards but no vLLM.
+    """
+    name = request.preset
+    chosen: Choice | None = None
+    notes: tuple[str, ...] = ()
+    if name is None:
+        machine = machine or this_machine(os.environ)
+        name, chosen, notes = preset_for(machine, request, may_embed)
+    preset = presets.load(name)
+    preset.profile(request.profile)
+    if machine is None:
+        machine = this_machine(os.environ) if preset.gpu is not None else Machine(environment=os.environ)
+    engine = None
+    if preset.program == "vllm":
+        engine = find_engine(request.vllm, request.vllm_version, must_run=request.must_run)
+        if request.must_run:
+            require_model(preset, request.model)
+    return Launch(name.lower(), preset, request, engine, machine, chosen.replicas if chosen else None, notes)
+
+
+def preset_for(machine: Machine, request: Request, may_embed: bool) -> tuple[str, Choice | None, tuple[str, ...]]:
+    """The preset that suits the machine, and why."""
+    slots = machine.slots
+    choice = choose(slots)
+    if choice is None:
+        if not slots:
+            return EMBEDDED, None, ()
+        if not may_embed:
+            raise LaunchError(f"no preset is for {described(slots)}: name one with --preset")
+        return EMBEDDED, None, (f"no preset is for {described(slots)}: embedded replicas; --preset names another",)
+    if may_embed and request.must_run:
+        try:
+            find_vllm(request.vllm)
+        except LaunchError as error:
+            return EMBEDDED, None, (f"{choice.why}; but {error}. Embedded replicas instead",)
+    return choice.preset, choice, (choice.why,)
 
 
 def require_model(preset: Preset, model: str | None) -> None:
@@ -174,36 +205,36 @@ def require_model(preset: Preset, model: str | None) -> None:
         raise LaunchError(f"the model directory {preset.model} does not exist{source}, or give another with --model")
 
 
+def say(message: str) -> None:
+    print(f"warmlane: {message}", file=sys.stderr, flush=True)
+
+
 def run_replica(
-    name: str,
-    profile: str = DEFAULT_PROFILE,
-    *,
-    host: str = DEFAULT_HOST,
-    port: int = DEFAULT_PORT,
-    vllm: str | None = None,
-    model: str | None = None,
-    dry_run: bool = False,
-    extra: Sequence[str] = (),
+    request: Request, *, host: str = DEFAULT_HOST, port: int = DEFAULT_PORT, machine: Machine | None = None
 ) -> int:
-    """Run one replica of the preset `name` in the foreground until it ends or a signal stops it; returns the exit code.
+    """Run one replica in the foreground until it ends or a signal stops it; returns the exit code.
 
     0: stopped by a signal, or printed the dry run. 2: cannot be done as asked, one line says why. 1: it failed.
     """
     try:
-        preset = presets.load(name)
-        preset.profile(profile)
-        if preset.program == "vllm" and not dry_run:
-            vllm = find_vllm(vllm)
-            require_model(preset, model)
-        command = command_line(preset, profile, host=host, port=port, vllm=vllm or "vllm", model=model, extra=extra)
+        launch = prepare(request, machine)
+        if not request.must_run:
+            print_dry_run(launch, launch.command(launch.place(), host, port))
+            return 0
+        worker, notes = launch.worker(launch.name, host, port)
     except (PresetError, LaunchError) as error:
-        print(f"warmlane: {error}", file=sys.stderr)
+        say(str(error))
         return 2
-    if dry_run:
-        print(command)
-        return 0
-    worker = Worker(command.argv, command.environment, base_url(host, port), name=name)
+    for note in (*launch.notes, *notes):
+        say(note)
     return asyncio.run(run_in_foreground(worker))
+
+
+def print_dry_run(launch: Launch, command: CommandLine) -> None:
+    """The command on standard output, and beside it what it was made for."""
+    print(command, flush=True)
+    for note in (*launch.notes, *([f"for {launch.engine}"] if launch.engine else []), *command.notes):
+        say(note)
 
 
 async def run_in_foreground(worker: Worker, ready_timeout: float = READY_TIMEOUT_SECONDS) -> int:

@@ -71,7 +71,7 @@ class WorkerFailed(Exception):
 
 class Worker:
     """A replica that this process owns. `url` is where it will answer; `environment` is added to our own.
-    `on_line` is called with each line of its output, after the line was passed on.
+    `on_line` is called with each line of its output, after the line was passed on; `progress` says how far a start is.
 
     `start`, `wait_ready` and `stop` are called in this order by one owner; `stop` may be called at any time and twice.
     """
@@ -85,6 +85,7 @@ class Worker:
         name: str = "replica",
         output: TextIO | None = None,
         on_line: Callable[[str], None] | None = None,
+        progress: Callable[[], str | None] | None = None,
     ) -> None:
         self.command = tuple(command)
         self.environment = dict(environment)
@@ -92,6 +93,7 @@ class Worker:
         self.name = name
         self.output = output
         self.on_line = on_line
+        self.progress = progress
         self._process: Process | None = None
         self._watchdog: Process | None = None
         self._leash: int | None = None
@@ -112,7 +114,13 @@ class Worker:
 
         command = (*self.command, *more)
         return Worker(
-            command, self.environment, self.url, name=self.name, output=self.output, on_line=hear_all if heard else None
+            command,
+            self.environment,
+            self.url,
+            name=self.name,
+            output=self.output,
+            on_line=hear_all if heard else None,
+            progress=self.progress,
         )
 
     @property
@@ -163,8 +171,8 @@ class Worker:
         writer.close()
         return True
 
-    async def wait_ready(self, timeout: float) -> None:
-        """Return once `/health` answers 200.
+    async def wait_ready(self, timeout: float, report_seconds: float = PROGRESS_SECONDS) -> None:
+        """Return once `/health` answers 200; say every `report_seconds` that it does not yet.
 
         Raises `WorkerFailed` when the process ends before that, or after `timeout` seconds (it is then still running).
         """
@@ -172,7 +180,7 @@ class Worker:
             raise RuntimeError(f"{self!r} was not started")
         loop = asyncio.get_running_loop()
         started = loop.time()
-        next_report = started + PROGRESS_SECONDS
+        next_report = started + report_seconds
         async with httpx.AsyncClient(trust_env=False, timeout=PROBE_TIMEOUT_SECONDS) as client:
             while not await self._is_healthy(client):
                 await asyncio.wait({self._ended}, timeout=POLL_SECONDS)
@@ -182,8 +190,11 @@ class Worker:
                 if now - started > timeout:
                     raise self._failed(f"not ready after {timeout:.0f} s")
                 if now >= next_report:
-                    self._say(f"not ready yet, {now - started:.0f} s of at most {timeout:.0f} s")
-                    next_report += PROGRESS_SECONDS
+                    at = self.progress() if self.progress is not None else None
+                    self._say(
+                        f"not ready yet, {now - started:.0f} s of at most {timeout:.0f} s{f': {at}' if at else ''}"
+                    )
+                    next_report += report_seconds
 
     async def wait(self) -> int:
         """Exit code, once the process and all of its group are gone. Cancelling this does not stop the replica."""

@@ -17,7 +17,7 @@ from msgspec import structs
 
 from tests.vllm.conftest import HOST, LOGS, ROOT, START_SECONDS, Fleet, Run, close, free_port, new_worker, wait_until
 from workers import presets
-from workers.launch import base_url, command_line
+from workers.command_line import base_url, command_line
 from workers.planner.hardware import GPUS
 from workers.planner.kv_cache import Capacity, block_bytes, capacity, groups_of, stages_of
 from workers.planner.layouts import in_flight_tokens

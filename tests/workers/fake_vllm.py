@@ -3,7 +3,8 @@
 
 `serve MODEL --host H --port P`: prints the ids of both processes, then answers 200. GET of /end ends the leader and
 leaves its child. Models: `ok`; `silent` (never opens its port); `broken` (prints why and exits 3); `stubborn` (ignores
-SIGTERM); `loud` (prints one long line, a progress bar and bytes that are no text).
+SIGTERM); `loud` (prints one long line, a progress bar and bytes that are no text). `--version` prints FAKE_VERSION, and
+the file ENGINE_LOG names is printed before the port opens.
 """
 
 import http.server
@@ -12,6 +13,7 @@ import signal
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
 
 def flag(name: str) -> str:
@@ -31,6 +33,9 @@ class Handler(http.server.BaseHTTPRequestHandler):
 
 
 def main() -> None:
+    if sys.argv[1:] == ["--version"]:
+        print(os.environ.get("FAKE_VERSION", "0.32.0+cpu"))
+        return
     model = sys.argv[2]
     if model == "stubborn":
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -44,6 +49,8 @@ def main() -> None:
     if model == "loud":
         sys.stdout.buffer.write(b"x" * 200_000 + b"\nbar 10%\rbar 100%\r\nbad \xff byte\n")
         sys.stdout.flush()
+    if "ENGINE_LOG" in os.environ:
+        print(Path(os.environ["ENGINE_LOG"]).read_text(encoding="utf-8"), file=sys.stderr, flush=True)
     if model == "silent":
         threading.Event().wait()
     http.server.ThreadingHTTPServer((flag("--host"), int(flag("--port"))), Handler).serve_forever()

@@ -14,24 +14,22 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
 
-from workers import presets
-from workers.launch import (
-    GATEWAY_FLAGS,
-    LaunchError,
-    assign_gpus,
-    base_url,
-    command_line,
-    find_vllm,
-    run_replica,
-)
+from workers import presets, starts
+from workers.command_line import EVENTS_FLAG, GATEWAY_FLAGS, base_url, command_line
+from workers.engine_version import LaunchError
+from workers.gpus import Device
+from workers.launch import Request, prepare, run_replica, without_secrets
+from workers.placement import Machine
+from workers.presets.versions import Version
 from workers.worker import STOP_GRACE_SECONDS, Worker, WorkerFailed
 
 FAKE_VLLM = str(Path(__file__).with_name("fake_vllm.py"))
-WARMLANE = str(Path(sys.executable).with_name("warmlane"))
+WARMLANE = [sys.executable, "-c", "from gateway.cli import main; main()"]
 DEADLINE_SECONDS = 20.0
 
 
@@ -89,7 +87,7 @@ def foreground() -> Iterator[Callable[..., subprocess.Popen[str]]]:
     started: list[subprocess.Popen[str]] = []
 
     def start(model: str, *arguments: str) -> subprocess.Popen[str]:
-        command = [WARMLANE, "replica", "--preset", "cpu-tiny", "--vllm", FAKE_VLLM]
+        command = [*WARMLANE, "replica", "--preset", "cpu-tiny", "--vllm", FAKE_VLLM]
         command += ["--model", model, "--port", str(free_port()), *arguments]
         process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
         started.append(process)
@@ -130,9 +128,31 @@ def test_spec_profile_is_the_specifications_command_and_an_address() -> None:
 def test_every_other_profile_has_the_flags_that_the_gateway_relies_on() -> None:
     for name, preset in presets.load_all().items():
         for profile in set(preset.profiles) - {"spec"}:
-            argv = command_line(preset, profile).argv
-            relied_on = {f"--{flag}" for flag in [*GATEWAY_FLAGS, "kv-events-config"]}
+            argv = command_line(preset, profile, host="0.0.0.0").argv
+            relied_on = {f"--{flag}" for flag in [*GATEWAY_FLAGS, EVENTS_FLAG]}
             assert relied_on <= set(argv) or preset.program == "embedded", name
+
+
+def test_kv_events_stay_off_where_a_version_pays_for_them_with_half_its_cache() -> None:
+    preset = presets.load("gpt-oss-120b-h100-80-x2")
+    old, new = (command_line(preset, version=Version(0, minor)) for minor in (19, 20))
+    assert f"--{EVENTS_FLAG}" not in old.argv
+    assert "in vLLM 0.19.0 they switch its hybrid KV cache off" in old.notes[0]
+    assert f"--{EVENTS_FLAG}" in new.argv
+    assert new.notes == ()
+    without_windows = command_line(presets.load("qwen3-8b-l40s-48-x1"), version=Version(0, 18))
+    assert f"--{EVENTS_FLAG}" in without_windows.argv
+    spec = command_line(preset, "spec", version=Version(0, 19))
+    assert spec.notes == ()
+
+
+def test_data_parallel_ranks_publish_kv_events_on_tcp_or_not_at_all() -> None:
+    """With a socket file vLLM's second rank ends with `ValueError: Invalid endpoint`."""
+    preset = presets.load("gpt-oss-120b-h100-80-x4")
+    near, far = (command_line(preset, "throughput", host=host) for host in ("127.0.0.1", "0.0.0.0"))
+    assert f"--{EVENTS_FLAG}" not in near.argv
+    assert "on TCP only" in near.notes[0]
+    assert "tcp://*:18101" in far.argv[far.argv.index(f"--{EVENTS_FLAG}") + 1]
 
 
 def test_embedded_replica_runs_with_this_python() -> None:
@@ -162,16 +182,6 @@ def test_flags_of_the_user_come_last() -> None:
     assert command.argv[-2:] == ("--max-num-seqs", "2")
 
 
-def test_replicas_of_one_machine_get_different_gpus() -> None:
-    preset = presets.load("gpt-oss-120b-h100-80-x2")
-    assert [assign_gpus(preset, index, None) for index in (0, 1)] == [("0", "1"), ("2", "3")]
-    assert assign_gpus(preset, 1, "4,5, 6,GPU-7") == ("6", "GPU-7")
-    assert command_line(preset, gpus=("6", "GPU-7")).environment["CUDA_VISIBLE_DEVICES"] == "6,GPU-7"
-    assert assign_gpus(presets.load("cpu-tiny"), 3, "") == ()
-    with pytest.raises(LaunchError, match="lists 3 GPUs; 2 replicas of 2 need 4"):
-        assign_gpus(preset, 1, "0,1,2")
-
-
 @pytest.mark.parametrize(
     ("host", "url"),
     [("0.0.0.0", "http://127.0.0.1:1"), ("::1", "http://[::1]:1"), ("::", "http://[::1]:1"), ("a.b", "http://a.b:1")],
@@ -184,11 +194,12 @@ def test_dry_run_prints_environment_and_command_and_needs_no_vllm(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PATH", "")
-    assert run_replica("cpu-tiny", port=8102, dry_run=True) == 0
-    printed = capsys.readouterr().out
-    assert printed.startswith("VLLM_TARGET_DEVICE=cpu ")
-    assert " vllm serve .cache/tiny-model " in printed
-    assert printed.count("\n") == 1
+    assert run_replica(Request("cpu-tiny", must_run=False), port=8102) == 0
+    printed = capsys.readouterr()
+    assert printed.out.startswith("VLLM_TARGET_DEVICE=cpu ")
+    assert " vllm serve .cache/tiny-model " in printed.out
+    assert printed.out.count("\n") == 1
+    assert printed.err == "warmlane: for vLLM 0.32.0 (assumed: vLLM was not found)\n"
 
 
 # ---- wrong usage: exit code 2 and one line -------------------------------------------------------------------------
@@ -215,17 +226,121 @@ def test_wrong_usage_is_one_line_and_exit_code_2(
 ) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
     monkeypatch.chdir(tmp_path)
-    assert run_replica(preset, profile, vllm=vllm) == 2
+    assert run_replica(Request(preset, profile, vllm)) == 2
     stderr = capsys.readouterr().err
     assert line in stderr
     assert stderr.startswith("warmlane: ")
     assert stderr.count("\n") == 1
 
 
-def test_vllm_is_found_on_the_path(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    (tmp_path / "vllm").symlink_to(FAKE_VLLM)
-    monkeypatch.setenv("PATH", str(tmp_path))
-    assert find_vllm() == str(tmp_path / "vllm")
+# ---- what is chosen and checked before anything starts -------------------------------------------------------------
+
+
+H200S = tuple(Device("nvidia", index, "NVIDIA H200", 139.8, f"0000:0{index}:00.0") for index in range(2))
+H200_PRESET = "gpt-oss-120b-h200-141-x1"
+
+
+def dry(preset: str | None = None, **told: Any) -> Request:
+    return Request(preset, must_run=False, vllm_version="0.32.0", **told)
+
+
+def test_without_a_preset_the_cards_choose(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_replica(dry(), machine=Machine(H200S)) == 0
+    printed = capsys.readouterr()
+    assert printed.out.startswith("CUDA_VISIBLE_DEVICES=0 vllm serve openai/gpt-oss-120b ")
+    assert printed.err.splitlines() == [
+        f"warmlane: 2 x NVIDIA H200: {H200_PRESET}, 2 replicas of 1",
+        "warmlane: for vLLM 0.32.0 (told)",
+    ]
+
+
+def test_without_cards_it_is_the_embedded_replica(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_replica(dry(), machine=Machine()) == 0
+    printed = capsys.readouterr()
+    assert " -m workers.sim_replica " in printed.out
+    assert printed.err == ""
+
+
+def test_cards_without_a_preset_are_refused_or_left_alone() -> None:
+    old = Machine((Device("nvidia", 0, "NVIDIA GeForce RTX 3060", 12.0, ""),))
+    with pytest.raises(LaunchError, match="no preset is for 1 x NVIDIA GeForce RTX 3060: name one with --preset"):
+        prepare(dry(), old)
+    launch = prepare(dry(), old, may_embed=True)
+    assert (launch.name, launch.engine) == ("embedded", None)
+    assert launch.notes[0].startswith("no preset is for 1 x NVIDIA GeForce RTX 3060: embedded replicas")
+
+
+def test_cards_without_vllm_get_embedded_replicas_and_a_word(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`warmlane up` on a machine with cards works at once, too, and says what it could have been."""
+    monkeypatch.setenv("PATH", "/nowhere")
+    launch = prepare(Request(), Machine(H200S), may_embed=True)
+    assert launch.name == "embedded"
+    assert launch.notes[0].startswith(f"2 x NVIDIA H200: {H200_PRESET}, 2 replicas of 1; but vLLM was not found")
+    with pytest.raises(LaunchError, match="vLLM was not found"):
+        prepare(Request(), Machine(H200S))
+
+
+def test_a_replica_of_each_card_is_prepared(tmp_path: Path) -> None:
+    machine = Machine(H200S, {"XDG_STATE_HOME": str(tmp_path)})
+    launch = prepare(Request(vllm=FAKE_VLLM, vllm_version="0.32.0"), machine, may_embed=True)
+    assert (launch.name, launch.replicas) == (H200_PRESET, 2)
+    workers = [launch.worker(f"r{index}", "127.0.0.1", 8101 + index, index, 2)[0] for index in (0, 1)]
+    assert [worker.environment["CUDA_VISIBLE_DEVICES"] for worker in workers] == ["0", "1"]
+    assert [worker.url for worker in workers] == ["http://127.0.0.1:8101", "http://127.0.0.1:8102"]
+    with pytest.raises(LaunchError, match="3 replicas of 1 need 3"):
+        launch.worker("r2", "127.0.0.1", 8103, 2, 3)
+
+
+def test_keys_are_not_kept_with_the_flags() -> None:
+    words = ["--api-key", "one", "two", "--seed", "7", "--hf_token=three", "--host", "h"]
+    kept = ["--api-key", "***", "***", "--seed", "7", "--hf_token=***", "--host", "h"]
+    assert without_secrets(words) == kept
+
+
+def test_a_dry_run_needs_no_cards_either(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_replica(dry("gpt-oss-120b-h100-80-x4", profile="spec"), machine=Machine(H200S)) == 0
+    printed = capsys.readouterr()
+    assert printed.out.startswith("vllm serve openai/gpt-oss-120b --tensor-parallel-size 4 ")
+    assert "2 x NVIDIA H200 are visible; 1 replica of 4 needs 4" in printed.err
+
+
+def test_a_bound_replica_says_so_in_its_dry_run(capsys: pytest.CaptureFixture[str]) -> None:
+    machine = Machine(H200S, numactl="/usr/bin/numactl", numa=lambda device: device.index)
+    assert run_replica(dry(H200_PRESET), machine=machine) == 0
+    printed = capsys.readouterr()
+    bound = "CUDA_VISIBLE_DEVICES=0 /usr/bin/numactl --cpunodebind=0 --membind=0 vllm serve "
+    assert printed.out.startswith(bound)
+    assert "bound to memory node 0, where its cards are" in printed.err
+
+
+@pytest.mark.parametrize(
+    ("version", "code", "line"),
+    [
+        ("0.24.0", 2, "vLLM 0.24.0 does not know --prefix-cache-retention-interval (vLLM 0.29.0 and later)"),
+        ("0.32.0", 0, "for vLLM 0.32.0 (told)"),
+        ("0.33.0", 0, "vLLM 0.33.0 (told) is newer than 0.32.0"),
+    ],
+)
+def test_a_flag_that_the_version_does_not_know_is_refused(
+    version: str, code: int, line: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    extra = ("--prefix-cache-retention-interval", "0")
+    request = Request("qwen3-8b-l40s-48-x1", must_run=False, vllm_version=version, extra=extra)
+    assert run_replica(request, machine=Machine()) == code
+    printed = capsys.readouterr()
+    assert bool(printed.out) == (code == 0)
+    assert line in printed.err
+
+
+def test_the_version_that_was_found_decides_the_flags(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FAKE_VERSION", "0.28.0")
+    request = Request(H200_PRESET, vllm=FAKE_VLLM, must_run=False)
+    assert run_replica(request, machine=Machine()) == 0
+    printed = capsys.readouterr()
+    assert printed.out.startswith(f"VLLM_PREFIX_CACHE_RETENTION_INTERVAL=0 {FAKE_VLLM} serve ")
+    assert printed.err == f"warmlane: for vLLM 0.28.0 (found at {FAKE_VLLM})\n"
 
 
 # ---- a worker ------------------------------------------------------------------------------------------------------
@@ -271,6 +386,16 @@ async def test_not_ready_in_time_is_said_and_it_can_still_be_stopped() -> None:
     assert is_running(pids[0])
     await replica.worker.stop()
     wait_until(lambda: not any(map(is_running, pids)), "both processes are gone")
+
+
+async def test_while_it_waits_it_says_how_far_the_start_is() -> None:
+    replica = Replica("silent")
+    replica.worker.progress = lambda: "loading weights, 56 %"
+    await replica.worker.start()
+    with pytest.raises(WorkerFailed, match="not ready after 1 s"):
+        await replica.worker.wait_ready(0.6, report_seconds=0.2)
+    assert "r1 | not ready yet, 0 s of at most 1 s: loading weights, 56 %" in replica.output.getvalue()
+    await replica.worker.stop()
 
 
 async def test_what_cannot_be_executed_is_said() -> None:
@@ -403,6 +528,20 @@ def test_sigkill_of_the_parent_leaves_no_orphan(foreground: Callable[..., subpro
     assert all(map(is_running, pids))
     os.kill(process.pid, signal.SIGKILL)
     wait_until(lambda: not any(map(is_running, pids)), "the watchdog ended the group")
+
+
+def test_what_a_start_measured_is_said_and_kept(
+    foreground: Callable[..., subprocess.Popen[str]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Through the command: version, log and file. The model is the stand-in's, so there is no plan for it."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    monkeypatch.setenv("ENGINE_LOG", str(Path(__file__).with_name("data") / "engine_logs" / "0.32-cpu.log"))
+    process = foreground("ok")
+    output = read_until(process, "is ready at")
+    assert "warmlane: cpu-tiny: started in" in output
+    assert "KV cache 1.00 GiB, 32,768 tokens, 2.00 requests of 16,384 tokens" in output
+    (kept,) = starts.read(starts.file_for(os.environ))
+    assert (kept.preset, kept.vllm, kept.kv_tokens, kept.planned) == ("cpu-tiny", "0.32.0", 32_768, None)
 
 
 def test_a_replica_that_ends_by_itself_is_a_failure(foreground: Callable[..., subprocess.Popen[str]]) -> None:

@@ -168,7 +168,11 @@ def test_kv_tokens_are_what_that_version_writes() -> None:
 
 
 def test_kv_events_cost_half_of_the_cache_before_0_20() -> None:
-    with_events = ask("h100-80", 2, profile="recommended", vllm="0.19.0")
+    """So the launcher leaves them out there; whoever adds them is told."""
+    without_events = ask("h100-80", 2, profile="recommended", vllm="0.19.0")
+    assert "kv-events-config" not in without_events.case.flags
+    assert "W15" not in [one.code for one in without_events.findings]
+    with_events = ask("h100-80", 2, profile="recommended", vllm="0.19.0", flags={"kv-events-config": "{}"})
     assert "W15" in [one.code for one in with_events.findings]
     assert with_events.chosen.raw_tokens == pytest.approx(
         ask("h100-80", 2, profile="recommended", vllm="0.20.0").chosen.raw_tokens / 2, rel=0.001

@@ -11,7 +11,7 @@ import pytest
 
 from gateway.cli import main
 from workers import presets
-from workers.launch import flag_words
+from workers.command_line import flag_words
 from workers.planner.hardware import GPUS
 from workers.planner.models import bundled
 from workers.planner.rules import RULES
@@ -47,8 +47,9 @@ def test_every_command_runs(command: str, capsys: pytest.CaptureFixture[str]) ->
 
 
 def test_the_sentences_beside_the_commands_are_true(capsys: pytest.CaptureFixture[str]) -> None:
+    plans = [command for command in COMMANDS if " plan " in command]
     first, spec, four, pcie, latency, own, sessions, measured = (
-        json.loads(run(command, capsys, "--json")) for command in COMMANDS
+        json.loads(run(command, capsys, "--json")) for command in plans
     )
     assert first["fits"]
     assert not spec["fits"]

@@ -4,27 +4,30 @@ from __future__ import annotations
 
 import re
 from math import prod
+from pathlib import Path
 
 import pytest
 
+from gateway.cli import main
 from workers import presets
-from workers.launch import command_line
 from workers.planner.planning import plan
 from workers.planner.question import Question
 from workers.presets import PresetError
 from workers.presets.versions import Version
 
-SPECIFICATION = {
-    "h100-80-x1": "--gpu-memory-utilization 0.95 --max-model-len 32768 --max-num-seqs 16 --max-num-batched-tokens 4096",
-    "h100-80-x2": "--tensor-parallel-size 2 --max-model-len 65536 --max-num-seqs 32 --max-num-batched-tokens 8192",
-    "h100-80-x4": "--tensor-parallel-size 4 --gpu-memory-utilization 0.95 --max-model-len 131072 --max-num-seqs 64 "
-    "--max-num-batched-tokens 16384",
-    "a100-40-x2": "--tensor-parallel-size 2 --max-model-len 32768 --max-num-seqs 24 --max-num-batched-tokens 4096",
-    "a100-40-x4": "--tensor-parallel-size 4 --max-model-len 32768 --max-num-seqs 128 --max-num-batched-tokens 16384",
-    "l40s-48-x2": "--tensor-parallel-size 2 --max-model-len 32768 --max-num-seqs 16 --max-num-batched-tokens 4096",
-    "rtx6000ada-48-x2": "--tensor-parallel-size 2 --max-model-len 32768 --max-num-seqs 16 "
-    "--max-num-batched-tokens 4096",
-}
+
+def specification() -> dict[str, str]:
+    """Rows of the specification: the end of the preset's name -> flags."""
+    text = Path(__file__).with_name("data").joinpath("specification.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (\d.*?) \| `(.*)` \|$", text, re.MULTILINE)
+    return {
+        f"{card.lower().replace(' ', '')}-{memory}-x{count}": flags
+        for hardware, flags in rows
+        for count, card, memory in re.findall(r"(\d)x (.*?)-(\d+)GB", hardware)
+    }
+
+
+SPECIFICATION = specification()
 MINIMAL = """
 title = "t"
 program = "vllm"
@@ -47,10 +50,23 @@ def test_spec_profile_is_the_specifications_row(row: str) -> None:
     assert preset.profile("spec", Version(0, 24)).flags == preset.profile("spec").flags
 
 
+def test_the_specification_has_six_rows_for_seven_kinds_of_machine() -> None:
+    assert len(SPECIFICATION) == 7
+    assert len(set(SPECIFICATION.values())) == 6
+
+
 @pytest.mark.parametrize("row", SPECIFICATION)
-def test_the_dry_run_of_spec_is_the_specifications_command(row: str) -> None:
-    command = command_line(presets.load(f"gpt-oss-120b-{row}"), "spec", host="0.0.0.0", port=8000)
-    assert str(command) == f"vllm serve openai/gpt-oss-120b {SPECIFICATION[row]} --host 0.0.0.0 --port 8000"
+@pytest.mark.parametrize("version", ["0.18.0", "0.24.0", "0.32.0"])
+def test_the_dry_run_of_spec_is_the_specifications_command(
+    row: str, version: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = f"replica --preset gpt-oss-120b-{row} --profile spec --host 0.0.0.0 --port 8000 --dry-run"
+    with pytest.raises(SystemExit) as ended:
+        main([*words.split(), "--vllm-version", version])
+    assert not ended.value.code
+    printed = capsys.readouterr()
+    assert printed.out == f"vllm serve openai/gpt-oss-120b {SPECIFICATION[row]} --host 0.0.0.0 --port 8000\n"
+    assert printed.err == f"warmlane: for vLLM {version} (told)\n"
 
 
 def test_names_of_the_contract() -> None:

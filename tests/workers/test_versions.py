@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from workers import presets
-from workers.launch import GATEWAY_FLAGS
+from workers.command_line import GATEWAY_FLAGS
 from workers.presets import PresetError
 from workers.presets.versions import (
     NEWEST,

@@ -6,13 +6,12 @@ those of the `recommended` profile of the preset that comes nearest. What is giv
 
 from __future__ import annotations
 
-import json
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from workers import presets
-from workers.launch import DEFAULT_HOST, DEFAULT_PORT, GATEWAY_FLAGS, flag_words, kv_events
+from workers.command_line import DEFAULT_HOST, DEFAULT_PORT, flag_words, with_gateway_flags
 from workers.planner import kv_cache, layouts
 from workers.planner.hardware import UnknownGpu, gpu_named
 from workers.planner.layouts import Estimate, Layout, Machine
@@ -249,7 +248,7 @@ def flags_and_environment(
     if question.profile is None:
         flags = {name: value for name, value in flags.items() if name not in PARALLEL_FLAGS}
     if question.profile != "spec":
-        flags = {**flags, **GATEWAY_FLAGS, "kv-events-config": json.dumps(kv_events(DEFAULT_HOST, DEFAULT_PORT))}
+        flags, _ = with_gateway_flags(flags, model.is_hybrid, version, DEFAULT_HOST, DEFAULT_PORT)
     if profile is None and model.max_context:
         flags["max-model-len"] = min(model.max_context, SERVED_CONTEXT)
     flags |= question.flags or {}

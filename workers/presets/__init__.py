@@ -3,7 +3,7 @@
 A preset has one or more profiles. `spec` holds exactly the flags of the specification and nothing else, for comparison;
 `recommended` is what to run: it may correct them, and its `why` says what and for which reason. `latency` is for few
 users who wait, `throughput` for many who do not. Unknown keys are refused. The flags that the gateway relies on are not
-repeated here: `workers.launch` adds them to every profile but `spec`. What only some versions of vLLM want is an
+repeated here: `workers.command_line` adds them to every profile but `spec`. What only some versions of vLLM want is an
 adaptation (`versions` knows what each of them understands).
 """
 
