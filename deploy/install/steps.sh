@@ -65,6 +65,7 @@ driver_do() {
     apt_install "linux-headers-$(uname -r)"
     [ -z "$DRIVER_BRANCH" ] || apt_install "nvidia-driver-pinning-$DRIVER_BRANCH"
     apt_install "$DRIVER"
+    [ "$MODE" = dry-run ] || rm -f "$STATE/boot"  # an earlier reboot was not for this driver
     if has_secure_boot; then
         say "Secure Boot is on: the module is signed with a key of this machine, which has to be enrolled in the firmware's" \
             "dialogue at the next boot (mokutil --import /var/lib/dkms/mok.pub asks for a password for that)"

@@ -244,6 +244,15 @@ def test_a_driver_that_does_not_run_after_the_reboot_is_an_error_that_says_where
         assert word in ended.stderr
 
 
+def test_another_driver_after_one_that_did_not_run_gets_a_reboot_of_its_own(host):
+    host.install("--part", "2")
+    host.boot(loads_driver=False)
+    host.offer_driver("590.48.01")
+    assert host.install("--part", "2", "--driver-branch", "590").returncode == REBOOT
+    host.boot()
+    assert host.install("--resume").returncode == DONE
+
+
 def test_a_package_that_leaves_an_old_driver_is_not_taken_for_success(host):
     host.offer_driver("570.211.01")
     ended = host.install("--part", "2")

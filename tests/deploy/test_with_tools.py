@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import math
 import re
+import socket
 import subprocess
 import sys
+import time
+from collections.abc import Iterator
 from pathlib import Path
 
+import httpx
 import pytest
 import yaml
 
@@ -19,6 +25,8 @@ pytestmark = pytest.mark.deploy
 TOOLS = ROOT / ".cache" / "deploy"
 STEPS = (DEPLOY / "install" / "steps.sh").read_text()
 INSTALL_SECONDS = 600.0
+SHOW_SECONDS = 90.0
+STOP_SECONDS = 30.0
 
 
 def checked(command: list[str], **options: object) -> str:
@@ -43,6 +51,74 @@ def test_prometheus_accepts_every_query_of_the_dashboard(tmp_path):
     path = tmp_path / "rules.yml"
     path.write_text(json.dumps({"groups": [{"name": "dashboard", "rules": rules}]}))
     assert f"{len(rules)} rules found" in checked([str(TOOLS / "promtool"), "check", "rules", str(path)])
+
+
+EMPTY_WHEN_ALL_IS_WELL = ("warmlane_upstream_attempts_total",)
+"""Queries for these show what failed."""
+
+
+@pytest.fixture
+def prometheus(tmp_path: Path) -> Iterator[tuple[str, str]]:
+    """URLs of a Prometheus with the configuration of the compose file, and of the gateway that it asks here."""
+    up = [sys.executable, "-c", "from gateway.cli import main; main()", "up", "--port", "0"]
+    with started(up) as output:
+        greeting = next(line for line in output if "serves" in line)
+        gateway, *replicas = re.findall(r"http://([0-9.:]+\d)", greeting)
+        config = yaml.safe_load((DEPLOY / "prometheus" / "prometheus.yml").read_text())
+        config["global"]["scrape_interval"] = "1s"
+        for job, targets in zip(config["scrape_configs"], ([gateway], replicas), strict=True):
+            job.pop("dns_sd_configs", None)
+            job["static_configs"] = [{"targets": targets}]
+        path = tmp_path / "prometheus.yml"
+        path.write_text(yaml.safe_dump(config))
+        port = free_port()
+        listens = f"127.0.0.1:{port}"
+        command = [str(TOOLS / "prometheus"), f"--config.file={path}", f"--web.listen-address={listens}"]
+        with started([*command, f"--storage.tsdb.path={tmp_path}/series"]):
+            yield f"http://{listens}", f"http://{gateway}"
+
+
+def test_every_panel_shows_something_under_traffic(prometheus):
+    url, gateway = prometheus
+    prompt = "".join(f"{number} " for number in range(2000))
+    chat = {"model": "embedded", "messages": [{"role": "user", "content": prompt}], "max_tokens": 4, "stream": True}
+    chat["stream_options"] = {"include_usage": True}
+    due = [query for query in QUERIES if not any(name in query for name in EMPTY_WHEN_ALL_IS_WELL)]
+    assert len(due) < len(QUERIES)
+    deadline = time.monotonic() + SHOW_SECONDS
+    while due:
+        assert time.monotonic() < deadline, due
+        assert httpx.post(f"{gateway}/v1/chat/completions", json=chat).status_code == 200
+        due = [query for query in due if not values(url, query.replace("$__rate_interval", "10s"))]
+        time.sleep(0.2)
+
+
+def values(url: str, query: str) -> list[float]:
+    """What Prometheus answers, without what is no number (a share of nothing)."""
+    with contextlib.suppress(httpx.TransportError):  # it is still starting
+        answer = httpx.get(f"{url}/api/v1/query", params={"query": query}).json()
+        found = [float(one["value"][1]) for one in answer["data"]["result"]]
+        return [value for value in found if not math.isnan(value)]
+    return []
+
+
+@contextlib.contextmanager
+def started(command: list[str]) -> Iterator[Iterator[str]]:
+    """Lines of a program's output while it runs."""
+    program = subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    )
+    assert program.stdout is not None
+    with program.stdout:
+        yield program.stdout
+        program.terminate()
+        assert program.wait(STOP_SECONDS) == 0
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
 # -- compose

@@ -1,7 +1,7 @@
 #!/bin/sh
 # The tools of `make test-deploy`:  tests/deploy/tools.sh FOLDER
 #
-# promtool and uv are put into FOLDER. curl, docker-compose and systemd-analyze are used as they are; where they are missing
+# Prometheus with promtool, and uv, are put into FOLDER. curl, docker-compose and systemd-analyze are used as they are; where they are missing
 # and this is root on Debian or Ubuntu, they are installed.
 set -eu
 
@@ -22,18 +22,14 @@ install_package() { # PROGRAM PACKAGE
     fi
 }
 
-# The package itself would start a server, so the program is taken out of it. That needs no root.
-unpack_promtool() {
-    [ ! -x "$FOLDER/promtool" ] || return 0
-    if command -v promtool >/dev/null; then
-        ln -s "$(command -v promtool)" "$FOLDER/promtool"
-        return
-    fi
-    command -v apt-get >/dev/null || { say "promtool is needed (it comes with Prometheus)" && exit 1; }
-    say "fetching promtool"
+# The package would start a server of its own, so the programs are taken out of it. That needs no root.
+unpack_prometheus() {
+    [ ! -x "$FOLDER/prometheus" ] || return 0
+    command -v apt-get >/dev/null || { say "prometheus and promtool are needed in $FOLDER" && exit 1; }
+    say "fetching Prometheus"
     # shellcheck disable=SC2012 # no odd names
     (cd "$FOLDER" && { apt-get download -qq prometheus || { apt-get update -qq && apt-get download -qq prometheus; } } >&2 &&
-        dpkg -x "$(ls prometheus_*.deb | head -n 1)" unpacked && mv unpacked/usr/bin/promtool . &&
+        dpkg -x "$(ls prometheus_*.deb | head -n 1)" unpacked && mv unpacked/usr/bin/prom* . &&
         rm -r unpacked prometheus_*.deb)
 }
 
@@ -41,7 +37,7 @@ mkdir -p "$FOLDER"
 install_package curl curl
 install_package docker-compose docker-compose
 install_package systemd-analyze systemd
-unpack_promtool
+unpack_prometheus
 if [ ! -x "$FOLDER/uv/bin/uv" ]; then
     say "installing uv"
     "$PYTHON" -m venv "$FOLDER/uv"
