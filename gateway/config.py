@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ipaddress
 import re
+import socket
 import tomllib
 from pathlib import Path
 from typing import Annotated, Literal, get_args
@@ -264,9 +265,10 @@ def checked(config: Config) -> Config:
     replicas = [msgspec.structs.replace(replica, url=replica_url(replica.url)) for replica in config.replicas]
     seen: set[str] = set()
     for replica in replicas:
-        if replica.url in seen:
-            raise ConfigError(f"replicas: {replica.url} is listed twice")
-        seen.add(replica.url)
+        url = replica.url.replace(".:", ":")  # a final dot hardly makes another server
+        if url in seen:
+            raise ConfigError(f"replicas: {url} is listed twice")
+        seen.add(url)
     discovery = config.discovery
     if discovery.dns is not None:
         discovery = msgspec.structs.replace(discovery, dns=replica_url(discovery.dns, "discovery.dns"))
@@ -334,5 +336,24 @@ def replica_url(text: str, called: str = "replica URL") -> str:
         raise ConfigError(f"{called} {text!r}: expected http://HOST[:PORT] or https://HOST[:PORT]")
     if parts.path.rstrip("/") or parts.query or parts.fragment or "@" in parts.netloc:
         raise ConfigError(f"{called} {text!r}: only {parts.scheme}://HOST[:PORT], without path, query or user")
-    host = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
+    try:
+        host = one_spelling(parts.hostname)
+    except OSError as error:
+        raise ConfigError(f"{called} {text!r}: {parts.hostname} is no IPv6 address") from error
     return f"{parts.scheme}://{host}:{port or DEFAULT_PORTS[parts.scheme]}"
+
+
+def one_spelling(host: str) -> str:
+    """Of a host in lower case: addresses as the resolver writes them, so that one replica is one however it was
+    written. A name keeps its final dot, which changes where it is looked up. Raises `OSError` for a wrong IPv6
+    address."""
+    if ":" in host:
+        address, percent, zone = host.partition("%")
+        if zone.startswith("25") and len(zone) > 2:  # the percent sign itself, escaped as in a URL
+            zone = zone[2:]
+        return f"[{socket.inet_ntop(socket.AF_INET6, socket.inet_pton(socket.AF_INET6, address))}{percent}{zone}]"
+    bare = host.removesuffix(".")
+    try:
+        return socket.inet_ntoa(socket.inet_aton(bare))  # 127.1 and 0x7f000001 as well, as the resolver reads them
+    except OSError:
+        return bare if bare == "localhost" else host

@@ -317,6 +317,21 @@ async def test_a_registered_replica_serves_until_it_is_taken_back(caplog, monkey
             assert (await gateway.admin.delete(f"/warmlane/replicas/{added.url}")).status_code == 404
 
 
+async def test_however_its_url_is_written_it_is_one_replica(caplog, monkeypatch) -> None:
+    async with ScriptedReplica().running() as fixed, ScriptedReplica(models=("new",)).running() as added:
+        async with operated(caplog, monkeypatch, fixed, **LOCAL) as gateway:
+            port = added.url.rsplit(":", 1)[1]
+            spellings = [added.url, f"HTTP://127.1:{port}/", f"http://0x7f.0.0.1:0{port}", f"http://2130706433:{port}"]
+            for url in spellings:
+                assert (await gateway.register(url)).json()["url"] == added.url
+            assert set(await gateway.replicas()) == {fixed.url, added.url}
+            assert len((await gateway.admin.get("/warmlane/replicas")).json()["registrations"]) == 1
+            for verb, url in (("drain", f"127.1:{port}"), ("undrain", f"http://127.0.0.1.:{port}")):
+                answer = await gateway.admin.post(f"/warmlane/replicas/{url}/{verb}")
+                assert answer.json()["draining"] == (verb == "drain")
+            assert (await gateway.admin.delete(f"/warmlane/replicas/{spellings[2]}")).status_code == 204
+
+
 async def _is_up(gateway: Operated, url: str) -> bool:
     return (await gateway.replicas())[url]["health"] == "up"
 
@@ -350,7 +365,7 @@ FORBIDDEN = [
     ("http://169.254.169.254/", 403),
     ("http://169.254.169.254:80", 403),
     ("http://[::ffff:169.254.169.254]", 403),
-    ("http://[fe80::1%25lo]:80", 400),
+    ("http://[fe80::1%25lo]:80", 403),
     ("http://10.0.0.1:8000", 403),
     ("http://0.0.0.0:8000", 403),
     ("http://[::1]:8000", 403),

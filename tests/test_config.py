@@ -111,6 +111,14 @@ def test_every_policy_of_the_core_can_be_configured():
         ("[sever]\nport = 1", "unknown key sever; did you mean server?"),
         ('[server]\nlog = "xml"', "server.log: 'xml' is none of json, off"),
         ('[[replicas]]\nurl = "http://a"\n[[replicas]]\nurl = "http://A:80/"', "replicas: http://a:80 is listed twice"),
+        (
+            '[[replicas]]\nurl = "http://[::1]"\n[[replicas]]\nurl = "http://[0:0::1]:80"',
+            "replicas: http://[::1]:80 is listed twice",
+        ),
+        (
+            '[[replicas]]\nurl = "http://gpu-1"\n[[replicas]]\nurl = "http://gpu-1./"',
+            "replicas: http://gpu-1:80 is listed twice",
+        ),
         ("a = " + "[" * 5_000 + "]" * 5_000, "not TOML: nested too deeply"),
         (
             '[discovery]\ndns = "vllm:8000"',
@@ -149,10 +157,20 @@ def test_a_missing_file_is_named(tmp_path):
         ("http://[::1]:8000", "http://[::1]:8000"),
         ("https://a", "https://a:443"),
         ("https://a:8000/", "https://a:8000"),
+        ("http://LOCALHOST.:", "http://localhost:80"),
+        ("http://gpu-7.:08000", "http://gpu-7.:8000"),
+        ("http://127.1:8000", "http://127.0.0.1:8000"),
+        ("http://0x7F.0.0.1.", "http://127.0.0.1:80"),
+        ("http://2130706433", "http://127.0.0.1:80"),
+        ("https://[2001:DB8:0::0001]", "https://[2001:db8::1]:443"),
+        ("http://[::FFFF:127.0.0.1]", "http://[::ffff:127.0.0.1]:80"),
+        ("http://[fe80::0001%25Eth0]:80/", "http://[fe80::1%Eth0]:80"),
+        ("http://[fe80::1%2]", "http://[fe80::1%2]:80"),
     ],
 )
 def test_a_replica_url_is_normalised(text, url):
     assert replica_url(text) == url
+    assert replica_url(url) == url
 
 
 @pytest.mark.parametrize(
@@ -169,6 +187,8 @@ def test_a_replica_url_is_normalised(text, url):
         "http://a:99999",
         "http://a:b",
         "http://[::1",
+        "http://[::g]",
+        "http://[1:2:3]",
         "http://a/v1",
         "http://a?x=1",
         "http://a#x",
