@@ -30,6 +30,7 @@ COMPILED = [
             "health",
             "load",
             "model",
+            "outliers",
             "ownership",
             "pickers",
             "policy",

@@ -24,6 +24,7 @@ class Flight:
         "_matched",
         "_sent",
         "_settle",
+        "answered",
         "cached_tokens",
         "decision",
         "finished",
@@ -44,6 +45,8 @@ class Flight:
         self.started_at = now
         self.first_token_at: float | None = None
         self.finished = False
+        self.answered = False
+        """The replica itself said how it ended: where that is a failure, the request may have caused it."""
         self.cached_tokens = view.cached_tokens
         """Predicted."""
         self._ahead_tokens = ahead_tokens

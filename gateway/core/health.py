@@ -2,7 +2,9 @@
 
 Evidence is counted first (three failures in a row, of probes or of flights, or too large a share of failed flights),
 then becomes a signal; the table says what a signal does. What is neutral never gets here: a client that left, a
-request that the replica rejected, back-pressure. One sign is enough where an engine says itself that it shuts down.
+request that the replica rejected, back-pressure. Answers that are errors (500) count only where the replica stands out
+by them, for the request may be to blame (`core.outliers`). One sign is enough where an engine says itself that it shuts
+down.
 
 An ejected replica waits out a back-off: 1 s, then 8 s, then a minute, spread by up to 10 % so that several gateways or
 replicas do not come back in step. After that a good probe brings it back, or, where good probes are missing or prove
@@ -26,8 +28,15 @@ SHARE_STEP = 0.1
 SHARE_TO_EJECT = 0.4
 """... or four of ten flights, as a moving mean over about ten: every other answer may be an error without three in a
 row. Where one in ten is, the mean reaches 0.4 next to never."""
+ERROR_STEP = 0.05
+"""The same of answers that are errors, over about twenty: replicas are compared by it, and chance must seldom tell."""
 SHARE_AT_RETURN = 0.2
 """Who comes back is half way to going again."""
+ERRED_AT_RETURN = 0.3
+"""For errors, more of the way, since they are counted over twice as many."""
+STRANGERS = 20
+"""As long as one of so many flights is a prompt whose beginning the replica knows, and completed, errors of other
+prompts count for nothing: it answers well what it is known to be able to answer."""
 FIRST_BACK_OFF_SECONDS = 1.0
 BACK_OFF_GROWTH = 8.0
 """Steep, so that one that flaps once a second changes its state no more than six times in a minute. Each return of a
@@ -76,9 +85,12 @@ class Health:
         "_failed_share",
         "_heard_probe",
         "_replica",
+        "_strangers",
         "_trial",
         "draining",
         "ejected_at",
+        "erred_share",
+        "erring",
         "flights_failed",
         "last_failure",
         "retry_at",
@@ -99,6 +111,12 @@ class Health:
         """The last flight could not even connect, and no good probe has come since."""
         self.draining = False
         """The engine said that it shuts down. Until it is gone it answers probes well, which proves nothing."""
+        self.erred_share = 0.0
+        """Of late flights: those that it answered, but with an error."""
+        self.erring = False
+        """It was ejected for such answers."""
+        self._strangers = STRANGERS
+        """Flights since a known one completed."""
         self._empty_at: float | None = None
         """When a flight first brought nothing; `None` once a later one brought something."""
         self._ejections = 0
@@ -133,8 +151,9 @@ class Health:
     def flight_started(self) -> None:
         self._trial = True
 
-    def flight_completed(self, started_at: float, now: float) -> bool:
-        """A flight that began before the ejection proves nothing: a server that shuts down finishes old streams."""
+    def flight_completed(self, started_at: float, now: float, *, known: bool = False) -> bool:
+        """A flight that began before the ejection proves nothing: a server that shuts down finishes old streams.
+        `known`: the replica had answered what its prompt begins with."""
         if self.state is HealthState.EJECTED and started_at < self.ejected_at:
             return False
         self._trial = self.unreachable = self.draining = False
@@ -142,6 +161,8 @@ class Health:
             self._empty_at = None
         self._failed_flights = self._failed_probes = 0
         self._failed_share -= SHARE_STEP * self._failed_share
+        self.erred_share -= ERROR_STEP * self.erred_share
+        self._strangers = 0 if known else self._strangers + 1
         return self._signal(Signal.ALIVE, now)
 
     def flight_failed(self, started_at: float, now: float, *, reached: bool = True) -> bool:
@@ -161,6 +182,25 @@ class Health:
         if few and not self.flights_failed:
             return False
         self.flights_failed = True
+        return self._signal(Signal.FAILING, now)
+
+    def flight_erred(self, started_at: float, *, known: bool) -> bool:
+        """It answered with an error: its own or the request's, which only the others can tell (`core.outliers`).
+        Returns whether it counts."""
+        self.unreachable = False
+        if self.state is HealthState.EJECTED and started_at < self.ejected_at:
+            return False
+        self._trial = False
+        self._strangers += 1
+        if not known and self._strangers <= STRANGERS:
+            return False
+        self.erred_share += ERROR_STEP * (1.0 - self.erred_share)
+        return True
+
+    def blame_errors(self, now: float) -> bool:
+        """Its errors are its own."""
+        self.last_failure = "answered with errors"
+        self.erring = self.flights_failed = True
         return self._signal(Signal.FAILING, now)
 
     def flight_drained(self, now: float) -> bool:
@@ -208,7 +248,8 @@ class Health:
         elif after is HealthState.UP and before is not HealthState.UP:
             self._failed_probes = self._failed_flights = 0
             self._failed_share = min(self._failed_share, SHARE_AT_RETURN)
-            self.flights_failed = self.unreachable = self.draining = False
+            self.erred_share = min(self.erred_share, ERRED_AT_RETURN)
+            self.flights_failed = self.unreachable = self.draining = self.erring = False
         self.state = after
         return after is not before
 

@@ -9,7 +9,7 @@ are per second. `None` means unknown, never zero.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import NamedTuple, NewType
 
@@ -62,6 +62,11 @@ class ModelCard:
     root: str | None = None
     parent: str | None = None
     max_model_len: int | None = None
+
+    def merged(self, other: ModelCard) -> ModelCard:
+        """The same model on two replicas: promise the smaller context, show the earlier creation."""
+        lengths = [card.max_model_len for card in (self, other) if card.max_model_len is not None]
+        return replace(self, created=min(self.created, other.created), max_model_len=min(lengths, default=None))
 
 
 @dataclass(frozen=True, slots=True)

@@ -155,13 +155,13 @@ class Replica:
 
     # ---- what its flights show -------------------------------------------------------------------------------------
 
-    def flight_ended(self, outcome: Outcome, started_at: float, now: float) -> bool:
-        """Returns whether the state of its health changed."""
+    def flight_ended(self, outcome: Outcome, started_at: float, now: float, *, known: bool = False) -> bool:
+        """Returns whether the state of its health changed. `known`: it had answered what the prompt begins with."""
         match outcome:
             case Outcome.COMPLETED:
                 self.load.accepted()
                 was_ejected = self.health.state is HealthState.EJECTED
-                changed = self.health.flight_completed(started_at, now)
+                changed = self.health.flight_completed(started_at, now, known=known)
                 if changed and was_ejected:
                     self._returned(now)
                 return changed

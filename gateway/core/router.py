@@ -26,7 +26,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 
-from gateway.core import filters, holding, settling
+from gateway.core import filters, holding, outliers, settling
 from gateway.core.admission import Admission, Admitted, Release, Shed, Ticket, Waiting, lane_of
 from gateway.core.belief import CacheShare
 from gateway.core.flight import Flight
@@ -243,7 +243,7 @@ class Router:
             if replica.health.state is HealthState.UP and not replica.draining:
                 for card in replica.models or ():
                     known = merged.get(card.id)
-                    merged[card.id] = card if known is None else merge(known, card)
+                    merged[card.id] = card if known is None else known.merged(card)
         return tuple(merged[id] for id in sorted(merged))
 
     def cached_seconds(self, now: float) -> dict[ReplicaId, float]:
@@ -366,7 +366,7 @@ class Router:
         replica = flight.to
         if self._replicas.get(replica.id) is not replica:
             return
-        if replica.flight_ended(outcome, flight.started_at, now):
+        if self._judge(flight, outcome, now):
             self._all_up.clear()
             self._settling_until = max(self._settling_until, replica.settling_until)
         if outcome is Outcome.COMPLETED:
@@ -379,6 +379,16 @@ class Router:
                 cached = usage.cached_tokens
                 if cached is not None and replica.check_belief(flight.record, flight.cached_tokens, cached):
                     self._resize_indexes()
+
+    def _judge(self, flight: Flight, outcome: Outcome, now: float) -> bool:
+        """What a flight's end says of its replica's health. Returns whether its state changed."""
+        replica, known = flight.to, flight.cached_tokens > 0
+        if outcome is not Outcome.FAILED or not flight.answered:
+            return replica.flight_ended(outcome, flight.started_at, now, known=known)
+        if not replica.health.flight_erred(flight.started_at, known=known):
+            return False
+        own = outliers.stands_out(replica, self._replicas.values(), flight.request.model)
+        return own and replica.health.blame_errors(now)
 
     def _resize_indexes(self) -> None:
         """The share of cache that holds prefixes has moved: for all replicas, and memory is shared once."""
@@ -487,19 +497,6 @@ class Router:
 def running_tokens(replica: Replica, block_tokens: float) -> float:
     """KV cache that requests in flight there hold: their prompts, shared prefixes once, and half of their answers."""
     return replica.index.live * block_tokens + ANSWER_TOKENS * replica.load.in_flight
-
-
-def merge(one: ModelCard, other: ModelCard) -> ModelCard:
-    """The same model on two replicas: promise the smaller context, show the earlier creation."""
-    lengths = [card.max_model_len for card in (one, other) if card.max_model_len is not None]
-    return ModelCard(
-        id=one.id,
-        created=min(one.created, other.created),
-        owned_by=one.owned_by,
-        root=one.root,
-        parent=one.parent,
-        max_model_len=min(lengths, default=None),
-    )
 
 
 def reason_of(request: RouteRequest, ranking: Ranking) -> Reason:

@@ -286,6 +286,7 @@ class FrontDoor:
         try:
             relay = await self._fly(call, flight, lines, client, record)
             outcome, usage = relay.outcome, relay.usage()
+            flight.answered = relay.error is None
         except OutOfSockets:
             outcome = Outcome.REJECTED  # it never left: no word about the replica
             raise

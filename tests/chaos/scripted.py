@@ -40,8 +40,9 @@ class Behaviour:
     """Events with content of a stream."""
     token_seconds: float = 0.02
     status: int = 200
-    """Of the `fail_share` of requests; others are answered properly."""
+    """Of the `fail_share` of requests, or of those with `fail_word` in them; others are answered properly."""
     fail_share: float = 1.0
+    fail_word: str = ""
     retry_after: int | None = None
     cannot_schedule: bool = False
     """500, as an engine that shuts down."""
@@ -192,7 +193,7 @@ class Replica:
         if behaviour.drop_before_head:
             connection.transport.abort()
             return "dropped"
-        share = behaviour.fail_share
+        share = behaviour.fail_share if behaviour.fail_word.encode() in body else 0.0
         if behaviour.cannot_schedule:
             connection.answer(500, CANNOT_SCHEDULE)
             return "refused"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from pathlib import Path
 
 from tests.chaos.conftest import Figures
@@ -94,6 +95,45 @@ async def test_06_brown_out(tmp_path: Path, figures: Figures) -> None:
     )
     assert part <= 0.1
     assert errors <= 0.02, ends(results)
+
+
+async def test_06_one_client_whose_requests_fail_everywhere(tmp_path: Path, figures: Figures) -> None:
+    """A quarter of all requests make whoever gets them answer 500: that is no brown-out of anybody."""
+    async with standing(tmp_path) as rig:
+        for replica in rig.replicas:
+            await replica.behave(status=500, fail_word="poison")
+        load, states, poisoned = Load(rig.gateway.url), set[str](), Counter[int]()
+
+        async def poison(client: int) -> None:
+            while True:
+                poisoned[(await rig.gateway.chat(f"poison {client} {poisoned.total()}")).status_code] += 1
+
+        async def watch() -> None:
+            while True:
+                states.update([await rig.gateway.state(replica) for replica in rig.replicas])
+                states.add("ready" if (await rig.gateway.get("/ready")).status_code == 200 else "not ready")
+                await asyncio.sleep(0.2)
+
+        async with load.running():
+            await asyncio.sleep(WARM_UP_SECONDS)
+            tasks = [asyncio.create_task(poison(client)) for client in range(4)]
+            tasks.append(asyncio.create_task(watch()))
+            await asyncio.sleep(span(30.0, 10.0))
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+    bad = [r for r in load.results if not r.ok]
+    figures.record(
+        6,
+        "one client's requests fail everywhere",
+        f"{poisoned.total()} x 500 to it beside {len(load.results)} requests of others; states "
+        f"{', '.join(sorted(states))}; {len(bad)} errors of others",
+        "no replica ejected, always ready, 0 errors of others",
+        states == {"up", "ready"} and not bad,
+    )
+    assert poisoned.keys() == {500}
+    assert states == {"up", "ready"}
+    assert not bad, ends(bad)
 
 
 async def test_06_one_replica_is_always_busy(tmp_path: Path, figures: Figures) -> None:

@@ -134,6 +134,50 @@ async def test_health_and_readiness_answer_head_like_get_without_a_body(mode: st
         assert await heads(gateway) == [200, 503]
 
 
+ERROR = b'{"error":{"message":"Internal server error","type":"InternalServerError","param":null,"code":500}}'
+
+
+async def fails_what_is_bad(exchange: Exchange) -> None:
+    if b"stream bad" in exchange.body:
+        await exchange.start_stream()
+        await exchange.chunk(b"data: " + ERROR + b"\n\ndata: [DONE]\n\n")
+        await exchange.end_stream()
+    elif b"bad" in exchange.body:
+        await exchange.answer(ERROR, status="500 Internal Server Error")
+    else:
+        await exchange.answer(ANSWER)
+
+
+async def test_requests_that_fail_everywhere_take_no_replica_out(mode: str) -> None:
+    """O-13 for what a client can make any engine answer with a 500."""
+    replicas = [ScriptedReplica(fails_what_is_bad) for _ in range(3)]
+    async with replicas[0].running(), replicas[1].running(), replicas[2].running():
+        async with running_gateway(*replicas, mode=mode) as gateway:
+            for number in range(90):
+                await gateway.chat(f"{'stream bad' if number % 2 else 'bad'} {number}", stream=bool(number % 2))
+                if number % 10 == 0:
+                    assert (await gateway.chat(f"good {number}")).content == ANSWER
+            assert (await gateway.client.get("/ready")).status_code == 200
+            assert len((await gateway.client.get("/v1/models")).json()["data"]) == 1
+            assert (await gateway.metrics()).count('state="up"} 1.0') == 3
+            assert min(len(replica.exchanges) for replica in replicas) > 0
+
+
+async def test_a_replica_that_answers_with_errors_where_others_do_not_is_out(mode: str) -> None:
+    async def fails(exchange: Exchange) -> None:
+        await exchange.answer(ERROR, status="500 Internal Server Error")
+
+    sick, well = ScriptedReplica(fails), ScriptedReplica()
+    async with sick.running(), well.running(), running_gateway(sick, well, mode=mode) as gateway:
+
+        async def is_out() -> bool:
+            await gateway.chat("anything")
+            return f'{sick.url}",state="ejected"}} 1.0' in await gateway.metrics()
+
+        await eventually(is_out)
+        assert (await gateway.chat("anything")).content == ANSWER
+
+
 async def test_no_replica_configured() -> None:
     async with running_gateway(wait_ready=False) as gateway:
         assert (await gateway.client.get("/ready")).status_code == 503
