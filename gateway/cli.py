@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 import typer
 
 from gateway.core.settings import POLICY_NAMES
+from gateway.doctor_command import doctor
 from gateway.plan_command import plan
 from loadtests.options import Options, as_command
 
@@ -323,6 +324,7 @@ def replay(options: Options) -> int:
 
 cli.command("replay")(as_command(replay))
 cli.command()(plan)
+cli.command()(doctor)
 
 
 @key.command()

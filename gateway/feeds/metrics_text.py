@@ -65,13 +65,13 @@ def _samples(lines: list[bytes], names: Names) -> list[Sample]:
     """Samples of the first of these names that the page has. A longer name that starts alike is another family."""
     for name in names:
         end = len(name)
-        found = [_sample(line[end:]) for line in lines if line.startswith(name) and line[end : end + 1] in BEHIND_NAME]
-        if found:
-            return found
+        of_it = [line[end:] for line in lines if line.startswith(name) and line[end : end + 1] in BEHIND_NAME]
+        if of_it:
+            return [read_sample(line) for line in of_it]
     return []
 
 
-def _sample(line: bytes) -> Sample:
+def read_sample(line: bytes) -> Sample:
     """What follows the name: `{labels} value [timestamp]`. Braces may occur inside quoted label values."""
     rest = line.decode("utf-8", "replace")
     labels: dict[str, str] = {}
