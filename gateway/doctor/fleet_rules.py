@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from statistics import fmean
 
+from gateway.doctor import page as pages
 from gateway.doctor.findings import Symptom
 from gateway.doctor.replica_rules import seconds
 from gateway.doctor.window import Replica, Window
@@ -13,6 +14,8 @@ UNEQUAL = 0.1
 """Caches that differ by more should not get equal shares; the planner says the same."""
 IMBALANCE = 1.5
 """Busiest by mean. Less evens out by itself."""
+LEAST_WAITING = 0.5
+"""Requests, on average. Where nobody waits, uneven work costs nothing."""
 LEAST_WORK_TOKENS = 5_000.0
 """Uncached prompt tokens of the group within the window: of a few prompts one replica always has the most."""
 
@@ -84,9 +87,17 @@ def unequal_caches(window: Window) -> Iterator[Symptom]:
             yield Symptom(name_of(group), f"KV cache: {said}", figures)
 
 
+def somebody_waits(window: Window, group: Group) -> bool:
+    """In an engine of the group, or in a gateway in front of it."""
+    urls = {one.url for one in group}
+    queues = [one.waiting for one in group]
+    queues += [one.gauge(pages.WAITING) for one in window.gateways if not urls.isdisjoint(one.replicas)]
+    return any(fmean(queue) >= LEAST_WAITING for queue in queues if queue)
+
+
 def work_imbalance(window: Window) -> Iterator[Symptom]:
     """By uncached prompt tokens: what each had to compute."""
-    for group in window.groups:
+    for group in (one for one in window.groups if somebody_waits(window, one)):
         work = {one.url: one.queries - one.hits for one in group if one.queries is not None and one.hits is not None}
         if len(work) < len(group) or sum(work.values()) < LEAST_WORK_TOKENS:
             continue

@@ -1,4 +1,4 @@
-"""Rules about a gateway: what it holds of its replicas, and what replicas do past it."""
+"""Rules about a gateway: what it holds of its replicas, what waits in it for them, and what replicas do past it."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 from gateway.doctor import page as pages
 from gateway.doctor.findings import Symptom
-from gateway.doctor.replica_rules import GROWTH_REQUESTS, GROWTH_SHARE, is_full, seconds
-from gateway.doctor.window import Gateway, Replica, Window, trend
+from gateway.doctor.replica_rules import GROWTH_REQUESTS, GROWTH_SHARE, backlog, is_full, percent, queued, seconds
+from gateway.doctor.window import Gateway, Replica, Trend, Window, trend
 from gateway.proxy.endpoints import ENDPOINTS
 
 STALE_SECONDS = 5.0
@@ -64,10 +64,42 @@ def registrations_out(window: Window) -> Iterator[Symptom]:
                 yield Symptom(one.url, f"registered at {gateway.url} and out: {said}")
 
 
+def growing(gateway: Gateway) -> Trend | None:
+    queue = trend(gateway.gauge(pages.WAITING))
+    return queue if queue is not None and queue.grows(GROWTH_REQUESTS, GROWTH_SHARE) else None
+
+
+def memory_bound(window: Window) -> Iterator[Symptom]:
+    """A full cache, and requests that wait for it: in the engine, or in a gateway that holds them back."""
+    for replica in filter(is_full, window.replicas):
+        found = backlog(replica)
+        if found is not None:
+            yield queued(replica, found)
+            continue
+        queues = [(one, growing(one)) for one in window.gateways if replica.url in one.replicas]
+        for gateway, queue in queues:
+            if queue is not None and replica.kv_usage is not None:
+                evidence = f"KV cache {percent(replica.kv_usage)} full (median), waiting in {gateway.url} "
+                evidence += f"{queue.first:.0f} -> {queue.last:.0f} requests in {seconds(gateway.seconds)}"
+                figures = {"waiting_first": queue.first, "waiting_last": queue.last, "kv_usage": replica.kv_usage}
+                yield Symptom(replica.url, evidence, figures)
+                break
+
+
+def kv_pressure(window: Window) -> Iterator[Symptom]:
+    """A full cache for which nobody waits yet."""
+    waited_for = {one.subject for one in memory_bound(window)}
+    for replica in filter(is_full, window.replicas):
+        if replica.url not in waited_for and replica.kv_usage is not None:
+            looks = len(replica.seen)
+            evidence = f"KV cache {percent(replica.kv_usage)} full (median of {looks} looks), no growing queue"
+            yield Symptom(replica.url, evidence, {"kv_usage": replica.kv_usage})
+
+
 def gateway_queue_grows(window: Window) -> Iterator[Symptom]:
     for gateway in window.gateways:
-        queue = trend(gateway.gauge(pages.WAITING))
-        if queue is None or not queue.grows(GROWTH_REQUESTS, GROWTH_SHARE):
+        queue = growing(gateway)
+        if queue is None:
             continue
         figures = {"waiting_first": queue.first, "waiting_last": queue.last, "seconds": gateway.seconds}
         evidence = (

@@ -63,7 +63,8 @@ class Looking:
         listed = await asyncio.gather(*(self._gateway(url) for url in gateways))
         up_for: dict[str, str] = {}
         for one in listed:
-            up_for |= {url: one.url if one.state(url) == "up" else "" for url in one.replicas if is_address(url)}
+            for url in filter(is_address, one.replicas):
+                up_for[url] = up_for.get(url) or (one.url if one.state(url) == "up" else "")
         replicas = {**up_for, **{url: "" for url in urls if url not in gateways}}
         engines = {one.replica: one.engine for view in listed if view.fleet for one in view.fleet.replicas}
         facts = await asyncio.gather(*(self._facts(url, engines.get(url)) for url in replicas))

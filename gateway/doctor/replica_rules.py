@@ -72,7 +72,7 @@ def no_metrics(replica: Replica) -> Symptom | None:
 
 def stale_metrics(server: Server) -> Symptom | None:
     failed = [look for look in server.looks if look.page is None]
-    if not failed or not server.seen or server.looks[-1].page is None:
+    if not failed or not server.seen or server.is_gone:
         return None
     figures = {"failed_looks": len(failed), "looks": len(server.looks)}
     evidence = f"{len(failed)} of {len(server.looks)} looks at /metrics failed: {failed[-1].problem}"
@@ -84,7 +84,7 @@ def died(server: Server) -> Symptom | None:
     if not server.seen:
         return None
     own = "read its last log lines" if isinstance(server, Gateway) else ""
-    if server.looks[-1].page is None:
+    if server.is_gone:
         at = server.seen[-1][0]
         evidence = f"answered until {seconds(at)}, then: {server.looks[-1].problem}{state_of(server, server.last)}"
         return Symptom(server.url, evidence, {"answered_until_seconds": at}, own)
@@ -186,22 +186,9 @@ def queued(replica: Replica, found: Backlog) -> Symptom:
     return Symptom(replica.url, evidence, figures)
 
 
-def memory_bound(replica: Replica) -> Symptom | None:
-    found = backlog(replica)
-    return queued(replica, found) if found is not None and is_full(replica) else None
-
-
 def queue_grows(replica: Replica) -> Symptom | None:
     found = backlog(replica)
     return queued(replica, found) if found is not None and not is_full(replica) else None
-
-
-def kv_pressure(replica: Replica) -> Symptom | None:
-    usage = replica.kv_usage
-    if usage is None or not is_full(replica) or backlog(replica) is not None:
-        return None
-    evidence = f"KV cache {percent(usage)} full (median of {len(replica.seen)} looks), no growing queue yet"
-    return Symptom(replica.url, evidence, {"kv_usage": usage})
 
 
 def preemptions(replica: Replica) -> Symptom | None:

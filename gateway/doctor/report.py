@@ -26,6 +26,7 @@ class ReplicaFigures(Struct, frozen=True, kw_only=True):
     """Of the window, or at its end. `null`: it did not say."""
 
     url: str
+    engine: str | None
     version: str | None
     models: list[str] | None
     running: float | None
@@ -82,6 +83,7 @@ def report(window: Window, findings: list[Finding]) -> Report:
 def figures(one: Replica) -> ReplicaFigures:
     return ReplicaFigures(
         url=one.url,
+        engine=one.engine,
         version=one.version,
         models=None if one.models is None else [card.id for card in one.models],
         running=last(one.running),
@@ -147,12 +149,12 @@ def verdict(told: Report) -> str:
 
 def replicas_table(replicas: list[ReplicaFigures]) -> Table:
     table = Table(box=box.SIMPLE)
-    for name in ("replica", "vLLM", "running", "waiting", "KV", "hits", "prompt tokens/s", "new tokens/s"):
-        table.add_column(name, justify="left" if name in ("replica", "vLLM") else "right")
+    for name in ("replica", "engine", "running", "waiting", "KV", "hits", "prompt tokens/s", "new tokens/s"):
+        table.add_column(name, justify="left" if name in ("replica", "engine") else "right")
     for one in replicas:
         table.add_row(
             plain(one.url),
-            plain(one.version or "-"),
+            plain(" ".join(filter(None, (one.engine, one.version))) or "-"),
             shown(one.running, "{:.0f}"),
             shown(one.waiting, "{:.0f}"),
             shown(one.kv_usage, "{:.0%}"),

@@ -63,7 +63,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "memory-bound",
         ERROR,
-        each_replica(replicas.memory_bound),
+        gateways.memory_bound,
         "KV cache is what is short: lower --max-model-len, then --max-num-seqs, then add replicas",
         (CONTEXT, SEQUENCES),
     ),
@@ -77,7 +77,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "kv-pressure",
         WARNING,
-        each_replica(replicas.kv_pressure),
+        gateways.kv_pressure,
         "more load makes it preempt: lower --max-model-len or --max-num-seqs, or add replicas, before it does",
         (CONTEXT, SEQUENCES),
     ),

@@ -46,6 +46,11 @@ class Server:
         return self.seen[-1][1] if self.seen else None
 
     @property
+    def is_gone(self) -> bool:
+        """It was seen, and then not any more. One look that failed may just have been late."""
+        return bool(self.seen) and len(self.looks) > 2 and not any(look.page for look in self.looks[-2:])
+
+    @property
     def seconds(self) -> float:
         """Between the first and the last page."""
         return self.seen[-1][0] - self.seen[0][0] if self.seen else 0.0

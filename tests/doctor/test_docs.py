@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 import signal
 import subprocess
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from gateway.doctor_command import doctor
 from tests.doctor.processes import PATIENCE_SECONDS, WARMLANE, running
 
 PAGE = (Path(__file__).parents[2] / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
@@ -24,9 +26,11 @@ def gateway() -> Iterator[str]:
 
 
 def here(command: str, gateway: str) -> str:
-    """The command with the address that the gateway of this test has; nobody waits here for a minute."""
+    """The command with the address that the gateway of this test has, and with a short look."""
     assert "http://127.0.0.1:8000" in command
-    command = command.replace("http://127.0.0.1:8000", gateway).replace("--seconds 60", "--seconds 1")
+    command = command.replace("http://127.0.0.1:8000", gateway).replace("--seconds 60", "")
+    if " doctor " in command and "--seconds" not in command:
+        command += " --seconds 1"
     return command.replace(".venv/bin/warmlane", f"{sys.executable} -c 'from gateway.cli import main; main()'")
 
 
@@ -41,13 +45,15 @@ def test_every_command_runs(command: str, gateway: str) -> None:
 
 def test_the_watch_runs_until_it_is_interrupted(gateway: str) -> None:
     (command,) = [one for one in COMMANDS if "--watch" in one]
-    quick = f"exec {here(command, gateway)} --seconds 1"
-    with subprocess.Popen(["sh", "-c", quick], stdout=subprocess.PIPE, text=True) as watching:
+    shell = ["sh", "-c", f"exec {here(command, gateway)}"]
+    with subprocess.Popen(shell, stdout=subprocess.PIPE, text=True) as watching:
         assert watching.stdout is not None
         next(line for line in watching.stdout if "No prompts came" in line)
         watching.send_signal(signal.SIGINT)
         assert watching.wait(PATIENCE_SECONDS) == 0
 
 
-def test_the_commands_are_there() -> None:
+def test_the_commands_are_there_and_ten_seconds_are_ten() -> None:
     assert len(COMMANDS) == 6
+    assert "for ten seconds" in PAGE
+    assert inspect.signature(doctor).parameters["seconds"].default == 10.0

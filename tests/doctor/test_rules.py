@@ -83,8 +83,8 @@ def without_http(_: int, text: str) -> str:
 
 STARTS = [1.0, 1.0, 1.0, 2.0, 2.0, 2.0]
 REJECTED = Registration("http://10.0.0.9:8000", "", [Address("http://10.0.0.9:8000", "serves another model")])
-QUEUE = setting("vllm:num_requests_waiting", [0.0, 5.0, 11.0, 17.0, 21.0, 26.0])
 HALF_FULL = setting("vllm:kv_cache_usage_perc", [0.5] * 6)
+WAITED = setting("vllm:num_requests_waiting", [2.0, 3.0, 3.0, 2.0])
 NO_QUEUE = setting("vllm:num_requests_waiting", [0.0] * 6)
 SLOW = setting("vllm:inter_token_latency_seconds_sum", [82.0, 100.0, 200.0, 500.0, 900.0, 1300.0])
 FEW = setting("vllm:generation_tokens_total", [25809.0, 25900.0, 26000.0, 26100.0, 26200.0, 26300.0])
@@ -155,7 +155,7 @@ CASES: dict[str, Case] = {
     ),
     "kv-pressure": Case(
         lambda: fleet(replica("memory", NO_QUEUE)),
-        "KV cache 88% full (median of 6 looks), no growing queue yet",
+        "KV cache 88% full (median of 6 looks), no growing queue",
         lambda: fleet(replica("memory")),
     ),
     "preemptions": Case(
@@ -268,9 +268,9 @@ CASES: dict[str, Case] = {
         "2 replicas of tiny",
     ),
     "work-imbalance": Case(
-        lambda: fleet(replica("cold"), replica("idle", url=B)),
+        lambda: fleet(replica("cold", WAITED), replica("idle", url=B)),
         f"{A} computed 19500 of 19500 uncached prompt tokens in 2.0 s, 2.0 times the mean",
-        lambda: fleet(replica("cold"), replica("cold", url=B)),
+        lambda: fleet(replica("cold", WAITED), replica("cold", url=B)),
         "2 replicas of tiny",
     ),
     "bypassed": Case(
@@ -413,9 +413,27 @@ def test_a_page_that_asks_for_a_key_says_which_option() -> None:
 
 def test_a_gateway_that_ends_is_not_told_of_flags_of_vllm() -> None:
     one = gateway()
-    gone = dataclasses.replace(one, looks=(*one.looks[:2], Look(2.0, None, "refused")))
+    gone = dataclasses.replace(one, looks=(one.looks[0], Look(1.0, None, "refused"), Look(2.0, None, "refused")))
     (finding,) = found(Window(2.0, (), (gone,)), "died")
     assert (finding.subject, "--max" in finding.change) == (G, False)
+
+
+def test_a_queue_in_the_gateway_counts_for_the_replicas_that_it_is_held_back_from() -> None:
+    full = setting("vllm:kv_cache_usage_perc", [0.9, 0.95, 0.99])
+    queue = setting("warmlane_waiting_requests", [1.0, 6.0, 12.0])
+    (finding,) = found(behind(gateway(queue), full), "memory-bound")
+    assert finding.evidence == f"KV cache 95% full (median), waiting in {G} 1 -> 12 requests in 2.0 s"
+    assert found(behind(gateway(queue), full), "kv-pressure") == []
+    assert found(behind(gateway(), full), "kv-pressure")
+
+
+def test_uneven_work_that_nobody_waits_for_is_none() -> None:
+    assert found(fleet(replica("cold"), replica("idle", url=B)), "work-imbalance") == []
+
+
+def test_one_late_look_is_no_death() -> None:
+    late = changed(replica("idle"), looks=(*replica("idle").looks, Look(2.0, None, "no whole answer in 2 s")))
+    assert [one.code for one in examine(fleet(late))] == ["stale-metrics"]
 
 
 # -- counters
