@@ -351,7 +351,7 @@ class FrontDoor:
                 return relay
             if complete or not isinstance(relay.error, ConnectionLost):
                 return relay
-            upstream.close()  # those that idle are no better than this one was
+            upstream.lost(connection)
             if not (connection.may_be_stale and self._may_replay(call, relay.error)):
                 return relay
             # As a rule the replica had closed this kept connection before our bytes came, but nothing proves it.

@@ -282,6 +282,7 @@ MALFORMED = [
 
 @pytest.mark.parametrize("body", MALFORMED, ids=range(len(MALFORMED)))
 async def test_malformed_bodies_are_refused_and_the_next_request_is_fine(mode: str, body: bytes) -> None:
+    """O-20."""
     async with ScriptedReplica().running() as replica, running_gateway(replica, mode=mode) as gateway:
         response = await gateway.client.post("/v1/chat/completions", content=body)
         assert response.status_code == 400
@@ -294,6 +295,7 @@ async def test_malformed_bodies_are_refused_and_the_next_request_is_fine(mode: s
 
 @pytest.mark.parametrize("body", [b"[]", b'"x"', b"null", b'{"messages":7}', b'{"model":3,"messages":[1]}', b"{}"])
 async def test_json_of_another_shape_is_for_the_replica_to_judge(mode: str, body: bytes) -> None:
+    """O-15, O-20."""
     async with ScriptedReplica().running() as replica, running_gateway(replica, mode=mode) as gateway:
         assert (await gateway.client.post("/v1/chat/completions", content=body)).status_code == 200
         assert replica.exchanges[0].body == body
