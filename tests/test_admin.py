@@ -255,6 +255,20 @@ async def test_the_view_of_the_replicas(caplog, monkeypatch) -> None:
         assert 0 <= one["load"]["age_seconds"] < 10
 
 
+async def test_the_view_says_which_engine_runs_where(caplog, monkeypatch) -> None:
+    vllm, ollama = ScriptedReplica(), ScriptedReplica(models=("llama3:latest",))
+    ollama.models[0]["owned_by"], ollama.metrics = "library", b""
+    async with vllm.running(), ollama.running(), operated(caplog, monkeypatch, vllm, ollama) as gateway:
+        await eventually(lambda: _has_load(gateway, vllm.url))
+        view = await gateway.replicas()
+        assert (view[vllm.url]["engine"], view[ollama.url]["engine"]) == ("vllm", "ollama")
+        assert f"{ollama.url} runs ollama" in caplog.text
+        for name in ("llama3", "llama3:latest"):
+            answer = await gateway.chat(model=name)
+            assert (answer.status_code, answer.headers["x-warmlane-replica"]) == (200, ollama.url)
+            assert ollama.exchanges[-1].body.count(f'"{name}"'.encode()) == 1, "the body goes as it came"
+
+
 async def _has_load(gateway: Operated, url: str) -> bool:
     return (await gateway.replicas())[url]["load"] is not None
 

@@ -23,6 +23,9 @@ import msgspec
 
 from gateway.config import EngineName
 
+MOST_TOKENS = 10**12
+"""Larger is no cache of anything."""
+
 Names = tuple[bytes, ...]
 """Names of one family over the versions of an engine, newest first; the first that is on a page counts."""
 
@@ -241,4 +244,5 @@ def read_size(dialect: Dialect, page: bytes) -> int | None:
         answer = msgspec.json.decode(page)
     except (msgspec.DecodeError, RecursionError):
         return None
-    return dialect.read_size(answer) if isinstance(answer, dict) else None
+    size = dialect.read_size(answer) if isinstance(answer, dict) else None
+    return size if size is not None and 0 < size <= MOST_TOKENS else None

@@ -102,9 +102,10 @@ class Engines:
     def _hear(self, replica: ReplicaId, sign: Sign, dialect: Dialect | None) -> None:
         if dialect is None or self._known(replica).engine is not None:
             return
-        before, was = self._found.get(replica, (Sign.NONE, PLAIN))
+        found = self._found.get(replica)
+        before, was = found or (Sign.NONE, PLAIN)
         if sign < before:
             return
         self._found[replica] = (sign, dialect)
-        if dialect is not was and not (was is PLAIN and dialect.engine == "vllm"):  # vLLM is what one expects
+        if dialect is not was and not (found is None and dialect.engine == "vllm"):  # vLLM is what one expects
             log.info("%s runs %s", replica, dialect.engine)

@@ -29,6 +29,10 @@ MODELS_INTERVAL_SECONDS = 10.0
 """Adapters come and go by hand, not by the second; a restart is noticed at once anyway, by the failed probe."""
 HEALTH_MAX_BYTES = 64 * 1024
 """vLLM answers with an empty body."""
+SIZE_MAX_BYTES = 256 * 1024
+"""llama.cpp's `/props` repeats the chat template, of some 20 kB."""
+MAX_ALIASES = 16
+"""Other names of one model: typed by hand on a command line."""
 NOT_THERE = "HTTP 404"
 MODELS_PATH = "/v1/models"
 MODELS_MAX_BYTES = 4 * 1024 * 1024
@@ -170,7 +174,7 @@ class Probes:
         size, dialect = self._engines.cache_tokens(replica), self._engines.dialect(replica)
         if size is None and dialect.size is not None:
             try:
-                size = read_size(dialect, await self._fetch(f"{replica}{dialect.size}", MODELS_MAX_BYTES))
+                size = read_size(dialect, await self._fetch(f"{replica}{dialect.size}", SIZE_MAX_BYTES))
             except FetchFailed:  # it will be guessed
                 return
         if size is not None:
@@ -215,8 +219,9 @@ def with_short_names(cards: tuple[ModelCard, ...], tag: str) -> tuple[ModelCard,
 def _cards(entry: dict[str, Any]) -> list[ModelCard]:
     """Under its name, and under the other names that llama.cpp lists with it."""
     card, aliases = _card(entry), entry.get("aliases")
-    others = [name for name in aliases if isinstance(name, str)] if isinstance(aliases, list) else []
-    return [card, *(replace(card, id=name, root=card.id) for name in dict.fromkeys(others) if name != card.id)]
+    others = aliases[:MAX_ALIASES] if isinstance(aliases, list) else []
+    names = dict.fromkeys(name for name in others if isinstance(name, str) and name != card.id)
+    return [card, *(replace(card, id=name, root=card.id) for name in names)]
 
 
 def _card(entry: dict[str, Any]) -> ModelCard:

@@ -145,7 +145,20 @@ def test_ollama_tells_the_contexts_of_what_is_loaded() -> None:
 
 @pytest.mark.parametrize("dialect", [LLAMA_CPP, OLLAMA])
 @pytest.mark.parametrize(
-    "page", [b"", b"[]", b"{}", b'{"total_slots":"2"}', b'{"models":[1]}', b'{"models":7}', b"[" * 100_000, b"\xff"]
+    "page",
+    [
+        b'{"default_generation_settings":{"n_ctx":4096},"total_slots":9999999999999}',
+        b'{"default_generation_settings":{"n_ctx":-4096},"total_slots":2}',
+        b'{"models":[{"context_length":1e300}]}',
+        b"",
+        b"[]",
+        b"{}",
+        b'{"total_slots":"2"}',
+        b'{"models":[1]}',
+        b'{"models":7}',
+        b"[" * 100_000,
+        b"\xff",
+    ],
 )
 def test_a_page_that_tells_no_size_tells_none(dialect, page) -> None:
     assert read_size(dialect, page) is None
@@ -203,6 +216,13 @@ def test_the_list_of_llama_cpp() -> None:
     card = ModelCard("tiny", created=1796070604, owned_by="llamacpp", max_model_len=4096)
     other = ModelCard("small", created=1796070604, owned_by="llamacpp", root="tiny", max_model_len=4096)
     assert read_models(body) == (card, other)
+
+
+def test_other_names_that_are_none_are_left_out_and_there_are_not_thousands() -> None:
+    odd = read_models(b'{"data":[{"id":"a","aliases":[1,"a","b","b",null]},{"id":"c","aliases":"d"}]}')
+    assert [card.id for card in odd] == ["a", "b", "c"]
+    many = msgspec.json.encode({"data": [{"id": "a", "aliases": [str(number) for number in range(100_000)]}]})
+    assert len(read_models(many)) == 17
 
 
 def test_models_of_ollama_are_asked_for_without_their_tag_too() -> None:

@@ -95,6 +95,7 @@ async def answer_chat(exchange: Exchange) -> None:
 class ScriptedReplica:
     def __init__(self, script: Script = answer_chat, models: tuple[str, ...] = ("m",)) -> None:
         self.script = script
+        self.metrics = METRICS
         self.models = [{"id": model, "object": "model", "created": 5, "max_model_len": 1000} for model in models]
         self.exchanges: list[Exchange] = []
         self.connections = 0
@@ -184,8 +185,9 @@ class ScriptedReplica:
 
     async def _control(self, head: bytes, writer: asyncio.StreamWriter) -> None:
         path = head.split(b" ")[1]
-        body = {b"/v1/models": msgspec.json.encode({"object": "list", "data": self.models}), b"/metrics": METRICS}.get(
-            path, b""
-        )
+        body = {
+            b"/v1/models": msgspec.json.encode({"object": "list", "data": self.models}),
+            b"/metrics": self.metrics,
+        }.get(path, b"")
         writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n" % len(body) + body)
         await writer.drain()
