@@ -111,7 +111,8 @@ class Gateway:
             replica_key=key,
         )
         self.replicas = Replicas()
-        self.engines = Engines({one.url: Said(one.engine, one.cache_tokens) for one in config.replicas})
+        said = {ReplicaId(one.url): Said(one.engine, one.cache_tokens) for one in config.replicas}
+        self.engines = Engines(said, isolated=config.auth.isolate_tenants)
         self.discovery = Discovery(
             self.replicas,
             self.observe,

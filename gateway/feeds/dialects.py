@@ -90,6 +90,8 @@ class Dialect:
     """`/tokenize` takes the body of a chat or completion as it is."""
     implied_tag: str = ""
     """A model may be asked for without this end of its name."""
+    salts: bool = False
+    """`cache_salt` in a body keeps its prefix apart from others."""
 
 
 def llama_cpp_size(props: Any) -> int | None:
@@ -121,6 +123,7 @@ VLLM = Dialect(
     mark=b"vllm:",
     can_pause=True,
     counts_tokens=True,
+    salts=True,
     families=Families(
         running=(b"vllm:num_requests_running",),
         waiting=(b"vllm:num_requests_waiting",),
@@ -151,6 +154,7 @@ SGLANG = Dialect(
     # half of a probe's time-out, and all of it behind a long prefill. /ready and /ping only look at flags.
     health=("/ready", "/ping", "/v1/models"),
     counts_tokens=True,
+    salts=True,
     families=Families(
         running=(b"sglang:num_running_reqs",),
         waiting=(b"sglang:num_queue_reqs",),
@@ -181,6 +185,7 @@ TENSORRT_LLM = Dialect(
         block_tokens=(b"trtllm_kv_cache_tokens_per_block",),
     ),
     without_metrics="start trtllm-serve with return_perf_metrics and enable_iter_perf_stats",
+    salts=True,
 )
 """Main of 2026 (commit 050f80d): `tensorrt_llm/metrics/collector.py`, `serve/openai_server.py`. Older pages have other
 names or only histograms, and then say nothing."""

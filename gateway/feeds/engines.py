@@ -2,8 +2,8 @@
 page, which are an engine's own; else by who owns the models that it lists; else by how it greets. What nobody
 recognises is a plain OpenAI-compatible replica, and the operator is told so once.
 
-Nothing here is for ever: another engine may answer at the same URL tomorrow. A stronger sign replaces a weaker one,
-and equal signs the earlier.
+Nothing here is for ever: another engine may answer at the same URL tomorrow. A sign replaces what weaker and equal ones
+said, and a replica that failed has to show anew who it is: until then it is taken for what it was.
 """
 
 from __future__ import annotations
@@ -30,7 +30,6 @@ class Sign(IntEnum):
     GREETING = 1
     OWNER = 2
     PAGE = 3
-    SAID = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,9 +46,14 @@ NOTHING = Said()
 class Engines:
     """Written by probes and scrapes, read by all feeds and the views."""
 
-    def __init__(self, said: Mapping[str, Said] | None = None) -> None:
+    def __init__(self, said: Mapping[ReplicaId, Said] | None = None, *, isolated: bool = False) -> None:
+        """`isolated`: tenants are kept apart by `cache_salt`, so whoever does not know that is to be told of."""
         self._said = dict(said or {})
+        self._isolated = isolated
         self._found: dict[ReplicaId, tuple[Sign, Dialect]] = {}
+        for replica, one in self._said.items():
+            if one.engine is not None:
+                self._check_isolation(replica, DIALECTS[one.engine])
 
     def __repr__(self) -> str:
         return f"Engines({', '.join(f'{replica}: {one.engine}' for replica, (_, one) in self._found.items())})"
@@ -74,8 +78,13 @@ class Engines:
         """It was recognised, or was asked and is none of those that are known."""
         return self._known(replica).engine is not None or replica in self._found
 
+    def doubt(self, replica: ReplicaId) -> None:
+        """It failed: what comes back may be something else, and any sign will do."""
+        if replica in self._found:
+            self._found[replica] = (min(self._found[replica][0], Sign.GREETING), self._found[replica][1])
+
     def forget(self, replica: ReplicaId) -> None:
-        """It is gone, or is not what it was."""
+        """It is gone, or certainly not what it was."""
         self._found.pop(replica, None)
 
     # ---- signs -----------------------------------------------------------------------------------------------------
@@ -95,6 +104,7 @@ class Engines:
             self._found[replica] = (Sign.NONE, PLAIN)
             shown = ", ".join(sorted(map(repr, set(owners))))[:MAX_SHOWN] or "nobody"
             log.info("%s runs no engine known here (its models belong to %s): plain OpenAI API", replica, shown)
+            self._check_isolation(replica, PLAIN)
 
     def _known(self, replica: ReplicaId) -> Said:
         return self._said.get(replica, NOTHING)
@@ -107,5 +117,12 @@ class Engines:
         if sign < before:
             return
         self._found[replica] = (sign, dialect)
-        if dialect is not was and not (found is None and dialect.engine == "vllm"):  # vLLM is what one expects
+        if dialect is was:
+            return
+        if found is not None or dialect.engine != "vllm":  # vLLM is what one expects
             log.info("%s runs %s", replica, dialect.engine)
+        self._check_isolation(replica, dialect)
+
+    def _check_isolation(self, replica: ReplicaId, dialect: Dialect) -> None:
+        if self._isolated and not dialect.salts:
+            log.warning("auth.isolate_tenants does not hold at %s: %s may share caches", replica, dialect.engine)

@@ -83,6 +83,7 @@ class Probes:
                 await self._rest(began)
                 continue
             if problem is not None:
+                self._engines.doubt(replica)
                 listing_due, pausable = self._clock(), True
             elif cards is not None or self._clock() >= listing_due:
                 listed = await self._list_models(replica, cards, log_failure=not listing_failed)

@@ -56,6 +56,7 @@ def test_the_document_has_the_same_names_and_paths() -> None:
     assert documented("health") == [list(one.health) for one in dialects]
     assert documented("metrics") == [[one.metrics] if one.metrics and one is not PLAIN else [] for one in dialects]
     assert [bool(one.families.kv_usage) for one in dialects] == ["yes" in cell for cell in cells("KV usage")]
+    assert [one.salts for one in dialects] == [cell == "yes" for cell in cells("tenants isolated by `cache_salt`")]
     assert [one.counts_tokens for one in dialects] == [cell != "no" for cell in cells("prompts counted by `/tokenize`")]
     for one, cell in zip(dialects, documented("size of the cache"), strict=True):
         assert one.size is None or cell == [one.size]

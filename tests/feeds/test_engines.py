@@ -169,6 +169,22 @@ async def test_another_engine_at_the_same_address_is_found_out(start_replica, re
     await wait_until(lambda: facts[-1] == ProbeAnswered(one.id, True))
 
 
+async def test_what_comes_back_after_a_failure_is_judged_anew(start_replica, replicas, facts, probe, scrape, engines):
+    """A page is the strongest sign, but not of what runs there now."""
+    one = await start_replica()
+    page = ok(b"vllm:num_requests_running 1\n")
+    one.answers = {"/v1/models": models("vllm"), "/health": ok(b""), "/metrics": page}
+    replicas.update(added=[one.id])
+    probe()
+    scrape()
+    await wait_until(lambda: facts.of(LoadReported) and ProbeAnswered(one.id, True) in facts)
+    one.answers = {"/health": ok(b"", "503 Loading model")}
+    await wait_until(lambda: ProbeAnswered(one.id, False, "HTTP 503") in facts)
+    assert engines.name(one.id) == "vllm"
+    one.answers = {"/v1/models": models("llamacpp"), "/health": ok(b"")}
+    await wait_until(lambda: engines.name(one.id) == "llama.cpp")
+
+
 async def test_what_the_configuration_says_is_not_questioned(start_replica, replicas, facts, probe):
     one = await start_replica()
     one.answers = {"/v1/models": models("vllm"), "/ready": ok(b"")}
@@ -265,3 +281,23 @@ def test_names_of_owners_cannot_flood_or_forge_the_log(engines, caplog) -> None:
         engines.give_up("http://a", ["x\nhttp://b runs vllm" + "y" * 10_000])
     assert "\n" not in caplog.records[0].getMessage()
     assert len(caplog.records[0].getMessage()) < 250
+
+
+def test_who_does_not_know_salts_is_named_where_tenants_are_kept_apart(caplog) -> None:
+    with caplog.at_level(logging.WARNING, logger="gateway.feeds.engines"):
+        engines = Engines({"http://said": Said(engine="ollama")}, isolated=True)
+        engines.hear_owners("http://a", ["vllm"])
+        engines.hear_page("http://b", b"llamacpp:requests_processing 0\n")
+        engines.hear_page("http://b", b"llamacpp:requests_processing 1\n")
+        engines.give_up("http://c", ["acme"])
+    assert [record.getMessage().partition("hold at ")[2] for record in caplog.records] == [
+        "http://said: ollama may share caches",
+        "http://b: llama.cpp may share caches",
+        "http://c: openai may share caches",
+    ]
+
+
+def test_where_tenants_share_caches_anyway_nothing_is_said_of_salts(engines, caplog) -> None:
+    with caplog.at_level(logging.WARNING, logger="gateway.feeds.engines"):
+        engines.hear_owners("http://a", ["llamacpp"])
+    assert caplog.records == []
