@@ -177,7 +177,7 @@ TENSORRT_LLM = Dialect(
     mark=b"trtllm_",
     metrics="/prometheus/metrics",  # /metrics is JSON there, and reading it takes the statistics away from others
     # Its gauges (running, waiting, utilization) are set when requests complete and stay so meanwhile: an idle replica
-    # would look busy for ever. What only grows, or never changes, is right at any age.
+    # could look busy for ever. What only grows, or never changes, is right at any age.
     families=Families(
         prefix_queries=(b"trtllm_prompt_tokens_total",),
         prefix_hits=(b"trtllm_prompt_cached_tokens_total",),

@@ -116,8 +116,9 @@ async def test_it_closes_each_connection_after_a_hundred_requests_and_nobody_not
         assert (await fleet.gateway.metrics()).total("warmlane_replays_total") == 0
 
 
-async def test_more_requests_at_once_than_slots(standing) -> None:
-    async with standing(2, "--metrics") as fleet:
+@pytest.mark.parametrize("slots", [1, 2])
+async def test_more_requests_at_once_than_slots(standing, slots) -> None:
+    async with standing(2, "--metrics", slots=slots) as fleet:
         answers = await asyncio.gather(*(chat(fleet.gateway, prompt(number), max_tokens=50) for number in range(24)))
         assert {answer.status_code for answer in answers} == {200}
         shares = [answer.headers["x-warmlane-replica"] for answer in answers]
