@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from gateway.doctor import page as pages
 from gateway.doctor.findings import Symptom
-from gateway.doctor.replica_rules import GROWTH_REQUESTS, GROWTH_SHARE, backlog, is_full, percent, queued, seconds
+from gateway.doctor.replica_rules import backlog, is_backlog, is_full, percent, queued, seconds
 from gateway.doctor.window import Gateway, Replica, Trend, Window, trend
 from gateway.proxy.endpoints import ENDPOINTS
 
@@ -64,9 +64,10 @@ def registrations_out(window: Window) -> Iterator[Symptom]:
                 yield Symptom(one.url, f"registered at {gateway.url} and out: {said}")
 
 
-def growing(gateway: Gateway) -> Trend | None:
-    queue = trend(gateway.gauge(pages.WAITING))
-    return queue if queue is not None and queue.grows(GROWTH_REQUESTS, GROWTH_SHARE) else None
+def backlog_of(gateway: Gateway) -> Trend | None:
+    waiting = gateway.gauge(pages.WAITING)
+    queue = trend(waiting)
+    return queue if queue is not None and is_backlog(queue, waiting, gateway.gauge(pages.IN_FLIGHT)) else None
 
 
 def memory_bound(window: Window) -> Iterator[Symptom]:
@@ -76,7 +77,7 @@ def memory_bound(window: Window) -> Iterator[Symptom]:
         if found is not None:
             yield queued(replica, found)
             continue
-        queues = [(one, growing(one)) for one in window.gateways if replica.url in one.replicas]
+        queues = [(one, backlog_of(one)) for one in window.gateways if replica.url in one.replicas]
         for gateway, queue in queues:
             if queue is not None and replica.kv_usage is not None:
                 evidence = f"KV cache {percent(replica.kv_usage)} full (median), waiting in {gateway.url} "
@@ -98,7 +99,7 @@ def kv_pressure(window: Window) -> Iterator[Symptom]:
 
 def gateway_queue_grows(window: Window) -> Iterator[Symptom]:
     for gateway in window.gateways:
-        queue = growing(gateway)
+        queue = backlog_of(gateway)
         if queue is None:
             continue
         figures = {"waiting_first": queue.first, "waiting_last": queue.last, "seconds": gateway.seconds}

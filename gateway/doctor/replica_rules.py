@@ -18,7 +18,7 @@ from workers.presets.versions import VersionError, behaviour_of, parse_version
 FULL = 0.85
 """Share of the KV cache from which memory is what is short; the gateway's own policy counts pressure from here."""
 GROWTH_REQUESTS, GROWTH_SHARE = 2.0, 0.2
-"""A queue grows if it gained this many requests and this share: less is the coming and going of a healthy one."""
+"""A queue grows if it gained this many requests and this share: less is the coming and going of a steady one."""
 LONG_QUEUE = 4.0
 """Requests that wait all the time, more than run: a queue that need not grow to be felt."""
 SLOW_TOKEN_SECONDS = 0.1
@@ -151,18 +151,23 @@ def engine_errors(replica: Replica) -> Symptom | None:
 # -- is something short
 
 
+def is_backlog(queue: Trend, waiting: list[float], running: list[float]) -> bool:
+    """Requests that wait get more, or they are more than those that run, all the time and not just for a burst."""
+    lasts = bool(running) and min(waiting) >= LONG_QUEUE and min(waiting) > max(running)
+    return queue.grows(GROWTH_REQUESTS, GROWTH_SHARE) or (lasts and queue.last >= (1 - GROWTH_SHARE) * queue.first)
+
+
 class Backlog(NamedTuple):
     waiting: Trend
     running: Trend
 
 
 def backlog(replica: Replica) -> Backlog | None:
-    """Requests that wait in the engine, and do not get fewer."""
-    queue, waiting, running = trend(replica.waiting), replica.waiting, trend(replica.running)
+    """Requests that wait in the engine."""
+    queue, running = trend(replica.waiting), trend(replica.running)
     if queue is None or running is None:
         return None
-    lasting = min(waiting) >= LONG_QUEUE and queue.last >= queue.first and min(waiting) > max(replica.running)
-    return Backlog(queue, running) if queue.grows(GROWTH_REQUESTS, GROWTH_SHARE) or lasting else None
+    return Backlog(queue, running) if is_backlog(queue, replica.waiting, replica.running) else None
 
 
 def is_full(replica: Replica) -> bool:

@@ -84,12 +84,13 @@ def in_front_of(replica: Played) -> Played:
     return played
 
 
-async def test_a_replica_is_looked_at_eleven_times_and_asked_once_who_it_is() -> None:
+async def test_a_replica_is_looked_at_all_the_time_and_asked_once_who_it_is() -> None:
     played = Played(recording("idle"))
     async with played.serving() as url:
         window = await look_around([url, url], 1.0, Keys())
     (seen,) = window.replicas
-    assert len(seen.looks) == len(seen.seen) == 11
+    assert 2 <= len(seen.looks) == len(seen.seen) <= 11  # a busy machine misses some
+    assert seen.looks[0].at < 1.0 <= seen.looks[-1].at
     assert (seen.version, [card.id for card in seen.models or ()], seen.kv_events) == ("0.32.0", ["tiny"], True)
     assert [played.asked.count((path, "")) for path in ("/version", "/v1/models", "/health")] == [1, 1, 1]
     assert examine(window) == []
@@ -138,7 +139,8 @@ async def test_one_that_hangs_delays_nobody() -> None:
     hanging.hanging.set()
     async with hanging.serving() as one, well.serving() as other:
         window = await look_around([one, other], 0.5, Keys())
-    assert [len(seen.seen) for seen in window.replicas] == [0, 6]
+    assert [bool(seen.seen) for seen in window.replicas] == [False, True]
+    assert window.replicas[1].looks[-1].at >= 0.5
     (finding,) = [finding for finding in examine(window) if finding.subject == one]
     assert (finding.code, finding.evidence) == (
         "unreachable",

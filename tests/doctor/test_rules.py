@@ -181,7 +181,7 @@ CASES: dict[str, Case] = {
             setting("vllm:kv_cache_usage_perc", [0.9, 0.95, 0.99]),
         ),
         f"waiting in the gateway 1 -> 12 requests in 2.0 s; KV cache full at {THERE}",
-        lambda: behind(gateway(setting("warmlane_waiting_requests", [6.0, 5.0, 6.0]))),
+        lambda: behind(gateway(setting("warmlane_waiting_requests", [3.0, 2.0, 3.0]))),
         G,
     ),
     "sheds": Case(
@@ -425,6 +425,17 @@ def test_a_queue_in_the_gateway_counts_for_the_replicas_that_it_is_held_back_fro
     assert finding.evidence == f"KV cache 95% full (median), waiting in {G} 1 -> 12 requests in 2.0 s"
     assert found(behind(gateway(queue), full), "kv-pressure") == []
     assert found(behind(gateway(), full), "kv-pressure")
+
+
+def test_a_queue_that_stays_longer_than_what_runs_is_one_too() -> None:
+    standing = setting("vllm:num_requests_waiting", [30.0, 28.0, 31.0, 27.0, 29.0, 28.0])
+    short = setting("vllm:num_requests_waiting", [3.0, 2.0, 3.0, 2.0, 3.0, 2.0])
+    ending = setting("vllm:num_requests_waiting", [30.0, 26.0, 22.0, 17.0, 12.0, 8.0])
+    assert found(fleet(replica("memory", standing)), "memory-bound")
+    assert found(fleet(replica("memory", standing, HALF_FULL)), "queue-grows")
+    assert found(fleet(replica("memory", short)), "memory-bound") == []
+    assert found(fleet(replica("memory", ending)), "memory-bound") == []
+    assert found(behind(gateway(setting("warmlane_waiting_requests", [140.0, 138.0, 139.0]))), "gateway-queue-grows")
 
 
 def test_uneven_work_that_nobody_waits_for_is_none() -> None:
