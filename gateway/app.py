@@ -75,6 +75,8 @@ FLUSH_SECONDS = 0.2
 LAG_SECONDS = 0.05
 """Between two looks at how late the event loop is: a 99th percentile within seconds, for 0.02 % of a core."""
 BACKSTOP_SECONDS = 2
+TOLD_SECONDS = 0.1
+"""For those that waited for their turn until the end, to be told that it does not come."""
 
 
 class Gateway:
@@ -463,6 +465,8 @@ async def serve_until(
             workers.start(OwnReplicas(gateway.router, gateway.discovery, gateway.registry, gateway.clock))
         await server.serve(sockets=[sock])
         gateway.door.stopping = True
+        if gateway.door.gate.close():
+            await asyncio.sleep(TOLD_SECONDS)
         for connection in list(server.server_state.connections):  # what its grace did not suffice for
             if isinstance(connection, http_client.ClientConnection):
                 connection.cut()

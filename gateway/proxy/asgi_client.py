@@ -38,7 +38,8 @@ class ClientLeft(Exception):
 class AsgiClient:
     """The `Client` of one exchange: the relay writes synchronously, `pump` sends."""
 
-    def __init__(self) -> None:
+    def __init__(self, door: FrontDoor) -> None:
+        self._door = door
         self._messages: list[Message] = []
         self._waiting_bytes = 0
         self._wake = asyncio.Event()
@@ -51,6 +52,8 @@ class AsgiClient:
     def start(self, status: int, headers: list[Header]) -> None:
         if status == 304:  # its length is that of a body that does not come, which uvicorn does not know
             headers = [header for header in headers if header[0] != b"content-length"]
+        if self._door.draining:
+            headers = [*headers, (b"connection", b"close")]
         self._messages.append({"type": "http.response.start", "status": status, "headers": headers})
         self._wake.set()
 
@@ -123,7 +126,7 @@ async def serve(door: FrontDoor, scope: Message, receive: Receive, send: Send) -
 
 async def exchange(door: FrontDoor, call: Call, receive: Receive, send: Send) -> None:
     """Run the call, the sending and the watch for a client that leaves side by side; whichever ends first ends all."""
-    client = AsgiClient()
+    client = AsgiClient(door)
     serving = call.exchange = Exchange(door.serve(call, client))
     serving.start()
     leaving = asyncio.create_task(wait_disconnect(receive))

@@ -55,7 +55,7 @@ class ControlConnection(HttpToolsProtocol):
         self._unanswered = 0
         """Whole requests."""
         self._unsent = 0
-        self.deadline = self.loop.time() + limits.keep_alive_seconds
+        self.deadline = self.loop.time() + limits.header_timeout_seconds
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         taken = len(self.connections)
@@ -70,7 +70,7 @@ class ControlConnection(HttpToolsProtocol):
         """A connection that was let in already."""
         super().connection_made(transport)
         transport.set_write_buffer_limits(WRITE_HIGH_BYTES)
-        self.deadline = self.loop.time() + self._limits.keep_alive_seconds
+        self.deadline = self.loop.time() + self._limits.header_timeout_seconds
 
     def data_received(self, data: bytes) -> None:
         if self._refused:
@@ -132,8 +132,10 @@ class ControlConnection(HttpToolsProtocol):
 
     def on_response_complete(self) -> None:
         self._unanswered -= 1
-        if self._in_message and self._unanswered >= 0:  # the next one, begun behind it
-            limits = self._limits
+        limits = self._limits
+        if not self._in_message and self._unanswered <= 0:  # uvicorn has a timer for that, which an empty line ends
+            self.deadline = self.loop.time() + limits.keep_alive_seconds
+        elif self._in_message and self._unanswered >= 0:  # the next one, begun behind it
             limit = limits.header_timeout_seconds if self._in_head else limits.body_timeout_seconds
             self.deadline = self.loop.time() + limit
         super().on_response_complete()

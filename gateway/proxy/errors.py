@@ -2,7 +2,8 @@
 
 Errors are sorted by blame. The client's own (`BadBody`, `BodyTooLarge`, `UnknownModel`, what its key does not allow)
 are 4xx; a replica's (`UpstreamError` and its children) are 502 or 504; the fleet's (`NoReplica`, `OwnerGone`, a replica
-that cannot be connected to or leaves when there is no other) and our own (`OutOfSockets`) are 503 with `Retry-After`.
+that cannot be connected to or leaves when there is no other) and our own (`OutOfSockets`, `Stopping`) are 503 with
+`Retry-After`.
 The object carries OpenAI's four fields and, for `/v1/messages`, is wrapped as Anthropic clients expect it; that form
 is a superset, so every client can read every error.
 """
@@ -86,6 +87,13 @@ class Overloaded(Exception):
         self.reason = reason
 
 
+class Stopping(Exception):
+    """The gateway stops, and the request still waited for its turn: nothing was begun."""
+
+    def __init__(self) -> None:
+        super().__init__("The gateway is stopping. Please retry elsewhere, or later.")
+
+
 class UpstreamError(Exception):
     """A replica failed us. Raised by `upstream.py` only, which translates what the sockets say."""
 
@@ -162,6 +170,7 @@ BLAME: dict[type[Exception], Blame] = {
     NotFound: Blame(404, "invalid_request_error", "not_found"),
     UnknownModel: Blame(404, "invalid_request_error", "model_not_found"),
     Overloaded: Blame(429, "rate_limit_error", "gateway_overloaded"),
+    Stopping: Blame(503, "service_unavailable_error", "gateway_stopping"),
     NoReplica: Blame(503, "service_unavailable_error", "no_replica"),
     OwnerGone: Blame(503, "service_unavailable_error", "response_owner_unavailable"),
     ConnectFailed: Blame(503, "service_unavailable_error", "replica_unreachable"),

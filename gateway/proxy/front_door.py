@@ -44,6 +44,7 @@ from gateway.proxy.errors import (
     NotFound,
     OutOfSockets,
     Overloaded,
+    Stopping,
     TlsFailed,
     UpstreamError,
     answer,
@@ -487,6 +488,8 @@ def blame_outcome(error: Exception) -> Outcome:
         return Outcome.OVERDUE
     if isinstance(error, UpstreamError):
         return Outcome.FAILED
+    if isinstance(error, Stopping):
+        return Outcome.STOPPED
     return Outcome.REFUSED if isinstance(error, NoReplica | Overloaded | OverLimit | OutOfSockets) else Outcome.REJECTED
 
 

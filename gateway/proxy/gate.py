@@ -14,7 +14,7 @@ from gateway.core.admission import Shed, ShedReason, Ticket, Waiting
 from gateway.core.flight import Flight
 from gateway.core.model import RouteRequest
 from gateway.core.router import Router
-from gateway.proxy.errors import Overloaded
+from gateway.proxy.errors import Overloaded, Stopping
 
 
 class Gate:
@@ -24,9 +24,13 @@ class Gate:
         self._loop = loop
         self._waiting: dict[Ticket, asyncio.Future[None]] = {}
         self._timer: asyncio.TimerHandle | None = None
+        self._closed = False
 
     async def enter(self, request: RouteRequest) -> Ticket:
-        """Returns when the request may be decided; the caller must `leave` with the ticket. Raises `Overloaded`."""
+        """Returns when the request may be decided; the caller must `leave` with the ticket. Raises `Overloaded`, and
+        `Stopping` once it is closed."""
+        if self._closed:
+            raise Stopping
         answer = self._router.admit(request, self._clock())
         if isinstance(answer, Shed):
             raise refusal(answer.ticket)
@@ -62,8 +66,16 @@ class Gate:
         if released.again_at is not None:
             self._timer = self._loop.call_later(max(0.0, released.again_at - self._clock()), self.release)
 
+    def close(self) -> bool:
+        """The gateway stops: nobody is let in any more. Returns whether somebody waited, and is told now."""
+        self._closed = True
+        for future in self._waiting.values():
+            if not future.done():
+                future.set_exception(Stopping())
+        return bool(self._waiting)
+
     async def _wait(self, ticket: Ticket) -> None:
-        """Raises `Overloaded` when shed. A client that leaves while it waits gives its place back."""
+        """Raises `Overloaded` when shed, `Stopping` when closed. A client that leaves meanwhile gives its place back."""
         future = self._waiting[ticket] = self._loop.create_future()
         self.release()
         try:

@@ -69,7 +69,7 @@ class ClientConnection(asyncio.Protocol):
         self._transport: asyncio.Transport = cast(asyncio.Transport, None)
         self._parser: Any = httptools.HttpRequestParser(self)
         self._max_body = door.server.max_body_mib * 2**20
-        self.deadline = self._loop.time() + door.server.keep_alive_seconds
+        self.deadline = self._loop.time() + door.server.header_timeout_seconds
         # the request being read
         self._raw: list[bytes] = []
         self._segment = 0

@@ -336,6 +336,47 @@ async def test_what_is_cut_off_at_the_end_is_still_recorded(
     assert b'"outcome":"stopped"' in out
 
 
+@pytest.mark.parametrize("signals", [1, 2])
+async def test_who_waits_until_the_end_is_told_to_come_back(
+    mode: str, signals: int, capfdbinary: pytest.CaptureFixture[bytes]
+) -> None:
+    """Nothing of it was begun: a bare cut would leave its client in doubt."""
+
+    async def script(exchange: ReplicaExchange) -> None:
+        await exchange.wait_closed(20)
+
+    settings = {"drain_seconds": 0.5 if signals == 1 else 20.0, "log": "json"}
+    async with ScriptedReplica(script).running() as replica:
+        async with running_gateway(replica, mode=mode, server=settings, routing={"max_in_flight": 1}) as gateway:
+            _, holder = await gateway.connect()
+            holder.write(post(ODD_BODY, close=False))
+            await eventually(lambda: bool(replica.exchanges))
+            waiting = [await gateway.connect() for _ in range(3)]
+            for _, writer in waiting:
+                writer.write(post(ODD_BODY, close=False))
+
+            async def all_wait() -> bool:
+                return "warmlane_waiting_requests 3.0" in await gateway.metrics()
+
+            await eventually(all_wait)
+            for _ in range(signals):
+                gateway.stop()
+                await eventually(lambda: refused(gateway.port))
+            for reader, writer in waiting:
+                answer = (await asyncio.wait_for(reader.read(), 10)).lower()
+                assert answer.startswith(b"http/1.1 503 ")
+                assert b"\r\nretry-after: 1\r\n" in answer
+                assert b"\r\nconnection: close\r\n" in answer
+                assert b'"code":"gateway_stopping"' in answer
+                writer.close()
+            assert await asyncio.wait_for(gateway.task, 10) == 0
+            holder.close()
+        assert len(replica.exchanges) == 1
+    out = capfdbinary.readouterr().out
+    assert out.count(b'"outcome":"stopped"') == 4
+    assert out.count(b'"status":503') == 3
+
+
 async def test_a_place_given_to_a_client_that_just_left_goes_to_the_next() -> None:
     """Both happen in one iteration of the loop: the gate lets the second in, its client leaves before it is told."""
     loop = asyncio.get_running_loop()

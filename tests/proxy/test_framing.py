@@ -118,15 +118,32 @@ async def test_a_slow_head_is_cut_and_a_slow_body_gets_its_own_time(mode: str) -
         assert len(replica.exchanges) == 1
 
 
-async def test_empty_lines_do_not_keep_an_idle_connection() -> None:
-    limits = {"keep_alive_seconds": 0.5}
-    async with ScriptedReplica().running() as replica, running_gateway(replica, server=limits) as gateway:
+async def test_who_never_asks_is_cut_in_the_time_for_a_head(mode: str) -> None:
+    limits = {"header_timeout_seconds": 0.3, "keep_alive_seconds": 60.0}
+    async with ScriptedReplica().running() as replica, running_gateway(replica, mode=mode, server=limits) as gateway:
         reader, writer = await gateway.connect()
+        assert await asyncio.wait_for(reader.read(), 5) == b""
+        writer.close()
+        reader, writer = await gateway.connect()
+        writer.write(post(ODD_BODY, close=False))
+        await asyncio.wait_for(reader.readuntil(ANSWER), 5)
+        await asyncio.sleep(1.6)  # longer than a head may take, and a sweep
+        writer.write(post(ODD_BODY))
+        assert (await asyncio.wait_for(reader.read(), 5)).endswith(ANSWER), "an idle one has more time"
+        writer.close()
+
+
+@pytest.mark.parametrize("first", [b"", post(ODD_BODY, close=False), b"GET /health HTTP/1.1\r\nhost: g\r\n\r\n"])
+async def test_empty_lines_do_not_keep_an_idle_connection(mode: str, first: bytes) -> None:
+    limits = {"keep_alive_seconds": 0.5, "header_timeout_seconds": 0.5}
+    async with ScriptedReplica().running() as replica, running_gateway(replica, mode=mode, server=limits) as gateway:
+        reader, writer = await gateway.connect()
+        writer.write(first)
         async with asyncio.timeout(5):
             while not reader.at_eof():
                 writer.write(b"\r\n")
                 try:
-                    await asyncio.wait_for(reader.read(1), 0.1)
+                    await asyncio.wait_for(reader.read(65_536), 0.1)
                 except TimeoutError:
                     continue
                 except ConnectionError:
