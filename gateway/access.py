@@ -33,6 +33,7 @@ from gateway.keys import (
     read_keys,
 )
 from gateway.limits import Caller
+from gateway.secret import read_secret
 
 log = logging.getLogger(__name__)
 
@@ -154,26 +155,8 @@ def configured_access(auth: Auth, environ: Mapping[str, str], clock: Callable[[]
 
 def replica_key(upstream: UpstreamConfig, environ: Mapping[str, str]) -> str | None:
     """The key that replicas ask for, if any. Raises `ConfigError`, which does not repeat it."""
-    if upstream.api_key_env is not None and upstream.api_key_file is not None:
-        raise ConfigError("upstream: api_key_env or api_key_file, not both")
-    if upstream.api_key_env is not None:
-        called, key = f"upstream.api_key_env: {upstream.api_key_env}", environ.get(upstream.api_key_env, "")
-    elif upstream.api_key_file is not None:
-        called = f"upstream.api_key_file: {upstream.api_key_file}"
-        try:
-            key = Path(upstream.api_key_file).read_text(encoding="ascii")
-        except OSError as error:
-            raise ConfigError(f"{called}: {error.strerror}") from error
-        except UnicodeDecodeError as error:
-            raise ConfigError(f"{called} is not ASCII") from error
-    else:
-        return None
-    key = key.strip()
-    if not key:
-        raise ConfigError(f"{called} is empty")
-    if not key.isascii() or not key.isprintable() or " " in key:
-        raise ConfigError(f"{called} holds what cannot stand in a header")
-    return key
+    secret = read_secret("upstream.api_key", upstream.api_key_env, upstream.api_key_file, environ)
+    return None if secret is None else secret.text
 
 
 def without_credentials(headers: list[Header]) -> list[Header]:

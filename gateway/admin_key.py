@@ -8,13 +8,12 @@ time, so neither length nor content of a wrong one shows in how long the answer 
 from __future__ import annotations
 
 import hmac
-import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from hashlib import sha256
-from pathlib import Path
 
 from gateway.config import Admin, ConfigError
+from gateway.secret import read_secret
 
 LEAST_CHARACTERS = 16
 """A digest protects only what nobody can guess; `openssl rand -hex 32` makes 64."""
@@ -34,25 +33,15 @@ class AdminKey:
         return hmac.compare_digest(presented, self._digest)
 
 
-def read_admin_key(admin: Admin) -> AdminKey | None:
+def read_admin_key(admin: Admin, environ: Mapping[str, str]) -> AdminKey | None:
     """The configured key; `None` when there is none. Raises `ConfigError`, never with any of the key in it."""
-    if admin.key_env is not None:
-        text, place = os.environ.get(admin.key_env, ""), f"admin.key_env: ${admin.key_env}"
-    elif admin.key_file is not None:
-        place = f"admin.key_file: {admin.key_file}"
-        try:
-            text = Path(admin.key_file).read_text(encoding="utf-8")
-        except OSError as error:
-            raise ConfigError(f"{place}: {error.strerror}") from error
-        except UnicodeDecodeError as error:
-            raise ConfigError(f"{place}: not text") from error
-    else:
+    secret = read_secret("admin.key", admin.key_env, admin.key_file, environ)
+    if secret is None:
         return None
-    text = text.strip()
-    if digest := _DIGEST.fullmatch(text):
+    if digest := _DIGEST.fullmatch(secret.text):
         return AdminKey(bytes.fromhex(digest[1]))
-    if not text.isascii() or not text.isprintable() or " " in text or len(text) < LEAST_CHARACTERS:
+    if len(secret.text) < LEAST_CHARACTERS:
         raise ConfigError(
-            f"{place}: expected a key of at least {LEAST_CHARACTERS} characters, or sha256: and its digest"
+            f"{secret.place}: expected a key of at least {LEAST_CHARACTERS} characters, or sha256: and its digest"
         )
-    return AdminKey(sha256(text.encode()).digest())
+    return AdminKey(sha256(secret.text.encode()).digest())

@@ -130,7 +130,7 @@ class Gateway:
             allow_existing_models=config.admin.allow_existing_models,
             interval_seconds=config.discovery.interval_seconds,
         )
-        self.admin_key = read_admin_key(config.admin)
+        self.admin_key = read_admin_key(config.admin, os.environ)
         self.viewers = Viewers(config.server.host, self.admin_key)
         self.view = FleetView(self.router, self.discovery, self.registry, self.engines)
 

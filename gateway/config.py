@@ -48,7 +48,8 @@ class Server(Struct, frozen=True, forbid_unknown_fields=True):
     body_timeout_seconds: Seconds = 60.0
     """A client that has not sent its whole request by then is cut off."""
     keep_alive_seconds: Seconds = 75.0
-    """Idle client connections live this long after an answer: more than the 60 s of common load balancers, which then close first."""
+    """Idle client connections live this long after an answer: more than the 60 s of common load balancers, which then
+    close first."""
     stall_timeout_seconds: Seconds = 300.0
     """A client that takes not one byte of its waiting answer for so long is cut off. Slow readers are not."""
     drain_delay_seconds: Annotated[float, Meta(ge=0, le=3_600)] = 1.0

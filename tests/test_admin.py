@@ -139,27 +139,35 @@ def test_a_key_comes_from_a_variable_or_a_file_plain_or_as_its_digest(tmp_path, 
         monkeypatch.setenv(VARIABLE, text)
         file.write_text(text)
         for admin in (Admin(key_env=VARIABLE), Admin(key_file=str(file))):
-            assert read_admin_key(admin).opens([(b"authorization", f"Bearer {KEY}".encode())])
-    assert read_admin_key(Admin()) is None
+            assert read_admin_key(admin, os.environ).opens([(b"authorization", f"Bearer {KEY}".encode())])
+    assert read_admin_key(Admin(), os.environ) is None
 
 
 @pytest.mark.parametrize(
-    "text", ["", "short", "fifteen-letters", "with a space in it", "sha256:abc", "ümlaut-ümlaut-ümlaut"]
+    ("text", "problem"),
+    [
+        ("", "is empty"),
+        ("short", "at least 16 characters"),
+        ("fifteen-letters", "at least 16 characters"),
+        ("sha256:abc", "at least 16 characters"),
+        ("with a space in it", "cannot stand in a header"),
+        ("ümlaut-ümlaut-ümlaut", "cannot stand in a header"),
+    ],
 )
-def test_a_key_that_cannot_be_one_is_refused_without_repeating_it(tmp_path, text):
+def test_a_key_that_cannot_be_one_is_refused_without_repeating_it(tmp_path, text, problem):
     file = tmp_path / "key"
     file.write_text(text)
-    with pytest.raises(ConfigError, match="at least 16 characters") as refused:
-        read_admin_key(Admin(key_file=str(file)))
+    with pytest.raises(ConfigError, match=problem) as refused:
+        read_admin_key(Admin(key_file=str(file)), os.environ)
     assert not text or text not in str(refused.value)
 
 
 def test_a_key_that_is_not_there_is_refused(tmp_path, monkeypatch):
     monkeypatch.delenv(VARIABLE, raising=False)
     with pytest.raises(ConfigError, match=VARIABLE):
-        read_admin_key(Admin(key_env=VARIABLE))
+        read_admin_key(Admin(key_env=VARIABLE), os.environ)
     with pytest.raises(ConfigError, match="No such file"):
-        read_admin_key(Admin(key_file=str(tmp_path / "nowhere")))
+        read_admin_key(Admin(key_file=str(tmp_path / "nowhere")), os.environ)
 
 
 @pytest.mark.parametrize(

@@ -574,10 +574,14 @@ def test_the_replicas_key(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("upstream", "value", "message"),
     [
-        (Upstream(api_key_env="K", api_key_file="f"), "", "api_key_env or api_key_file, not both"),
-        (Upstream(api_key_env="K"), "", "upstream.api_key_env: K is empty"),
-        (Upstream(api_key_env="K"), f"{CANARY}\r\nx: y", "upstream.api_key_env: K holds what cannot stand in a header"),
-        (Upstream(api_key_env="K"), f"{CANARY} é", "upstream.api_key_env: K holds what cannot stand in a header"),
+        (Upstream(api_key_env="K", api_key_file="f"), "", "upstream.api_key_env or upstream.api_key_file, not both"),
+        (Upstream(api_key_env="K"), "", r"upstream.api_key_env: \$K: is empty"),
+        (
+            Upstream(api_key_env="K"),
+            f"{CANARY}\r\nx: y",
+            r"upstream.api_key_env: \$K: holds what cannot stand in a header",
+        ),
+        (Upstream(api_key_env="K"), f"{CANARY} é", r"upstream.api_key_env: \$K: holds what cannot stand in a header"),
         (Upstream(api_key_file="/nowhere/key"), "", "upstream.api_key_file: /nowhere/key: No such file or directory"),
     ],
 )

@@ -75,7 +75,7 @@ class Gate:
         return bool(self._waiting)
 
     async def _wait(self, ticket: Ticket) -> None:
-        """Raises `Overloaded` when shed, `Stopping` when closed. A client that leaves meanwhile gives its place back."""
+        """Raises `Overloaded` when shed, `Stopping` when closed. A client that leaves gives its place back."""
         future = self._waiting[ticket] = self._loop.create_future()
         self.release()
         try:
