@@ -6,12 +6,17 @@ import asyncio
 import contextlib
 import json
 import re
+import ssl
+from pathlib import Path
 
 import httpx
 import pytest
 
+from gateway.proxy.errors import ConnectFailed, ConnectionLost, EngineDraining, TlsFailed, UpstreamError
+from gateway.proxy.front_door import REPLAY_CAUSES
 from gateway.proxy.replays import Replays
 from gateway.proxy.upstream import STALE_SECONDS
+from tests.proxy.certificates import Authority
 from tests.proxy.conftest import RunningGateway, eventually, running_gateway
 from tests.proxy.scripted import ANSWER, Exchange, ScriptedReplica
 from tests.proxy.test_faults import EVENT, answer_after_going, nothing_in_flight
@@ -346,6 +351,61 @@ async def test_a_500_that_breaks_off_is_a_clear_error(mode: str) -> None:
         response = await gateway.chat()
         assert (response.status_code, response.json()["error"]["code"]) == (502, "replica_connection_lost")
         assert len(replica.exchanges) == 1
+
+
+# -- every cause
+
+
+async def stops(replica: ScriptedReplica, tls: ssl.SSLContext, stranger: Authority) -> None:
+    await replica.stop()
+
+
+async def shows_anothers_certificate(replica: ScriptedReplica, tls: ssl.SSLContext, stranger: Authority) -> None:
+    pair = stranger.issue("another", "IP:127.0.0.1")
+    tls.load_cert_chain(pair.certificate, pair.key)
+
+
+async def drops_connections(replica: ScriptedReplica, tls: ssl.SSLContext, stranger: Authority) -> None:
+    replica.script = answer_after_going
+
+
+async def leaves(replica: ScriptedReplica, tls: ssl.SSLContext, stranger: Authority) -> None:
+    replica.script = shuts_down
+
+
+FAULTS = {
+    ConnectFailed: stops,
+    TlsFailed: shows_anothers_certificate,
+    ConnectionLost: drops_connections,
+    EngineDraining: leaves,
+}
+
+
+def test_every_cause_of_a_replay_has_its_fault_here() -> None:
+    assert FAULTS.keys() == REPLAY_CAUSES.keys()
+
+
+@pytest.mark.parametrize("cause", FAULTS)
+async def test_whatever_befalls_one_of_two_the_other_answers_and_the_cause_is_counted(
+    mode: str, cause: type[UpstreamError], tmp_path: Path
+) -> None:
+    """Over TLS, where each of them can happen. No probe takes the first out before a request meets it."""
+    authority, stranger = Authority(tmp_path, "ours"), Authority(tmp_path, "stranger")
+    pair = authority.issue("replica", "IP:127.0.0.1")
+    upstream, feeds = {"ca_file": str(authority.file)}, {"probe_interval_seconds": 3_600.0}
+    first, second = ScriptedReplica(), ScriptedReplica()
+    context = pair.server_context()
+    async with first.running(tls=context), second.running(tls=pair.server_context()):
+        async with running_gateway(first, second, mode=mode, upstream=upstream, feeds=feeds) as gateway:
+            await FAULTS[cause](first, context, stranger)
+            for number in range(4):
+                response = await gateway.chat(f"{number}" * 2_000)
+                assert (response.status_code, response.content) == (200, ANSWER)
+                assert response.headers["x-warmlane-replica"] == second.url
+            replays = await counted(gateway, "warmlane_replays_total")
+            label = f'{{cause="{REPLAY_CAUSES[cause]}"}}'
+            assert replays[label] >= 1
+            assert sum(replays.values()) == replays[label]
 
 
 # -- nobody can be reached
