@@ -50,6 +50,7 @@ COMPILED = [
             "front_door",
             "gate",
             "http_client",
+            "places",
             "relay",
             "replays",
             "request_head",

@@ -30,6 +30,8 @@ from gateway.feeds.registry import Refused, Registry
 from gateway.proxy import asgi_client, http_client
 from gateway.proxy.control_connection import ControlConnection
 from gateway.proxy.errors import AdminKeyRequired, Blame, BodyTooLarge, ErrorAnswer, answer, refusal
+from gateway.proxy.handshakes import accepting
+from gateway.proxy.places import Places
 from gateway.responses import refuse_as_openai_does, response_of
 from gateway.views import FleetView
 from workers.supervisor import RestartRefused, Supervisor
@@ -198,16 +200,13 @@ async def listening(
     loop, state = asyncio.get_running_loop(), ServerState()
     config = uvicorn.Config(api, ws="none", lifespan="off", access_log=False, log_config=None, log_level="error")
 
-    def connection() -> asyncio.Protocol:
-        return ControlConnection(limits, config=config, server_state=state, app_state={}, _loop=loop)
+    places = Places(limits.max_connections)
 
-    server = await loop.create_server(
-        connection,
-        sock=sock,
-        backlog=BACKLOG,
-        ssl=tls,
-        ssl_handshake_timeout=None if tls is None else limits.header_timeout_seconds,
-    )
+    def connection() -> asyncio.Protocol:
+        return ControlConnection(limits, places, config=config, server_state=state, app_state={}, _loop=loop)
+
+    accepted = accepting(connection, tls, limits.header_timeout_seconds, places, state, loop)
+    server = await loop.create_server(accepted, sock=sock, backlog=BACKLOG)
     sweeping = asyncio.create_task(http_client.sweep(state, loop))
     try:
         yield

@@ -58,6 +58,7 @@ from gateway.proxy.errors import BadBody, BodyTooLarge, NotFound, answer
 from gateway.proxy.forwarding import read_headers
 from gateway.proxy.front_door import Call, FrontDoor
 from gateway.proxy.guard import guarded
+from gateway.proxy.handshakes import accepting
 from gateway.proxy.upstream import Header
 from gateway.responses import refuse_as_openai_does, response_of
 from gateway.shadow import Shadows
@@ -343,21 +344,17 @@ class Server(uvicorn.Server):
         """End of the announced delay."""
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """As uvicorn's own, with a limit of time for TLS handshakes: a silent one is no connection to any sweep."""
-        loop, config = asyncio.get_running_loop(), self.config
-        limit = self._gateway.config.server.header_timeout_seconds if config.ssl is not None else None
+        """As uvicorn's own, with TLS handshakes that count as connections."""
+        loop, config, door, state = asyncio.get_running_loop(), self.config, self._gateway.door, self.server_state
 
         def connection() -> asyncio.Protocol:
             protocol: Any = config.http_protocol_class
-            made: asyncio.Protocol = protocol(config=config, server_state=self.server_state, app_state={}, _loop=loop)
+            made: asyncio.Protocol = protocol(config=config, server_state=state, app_state={}, _loop=loop)
             return made
 
-        self.servers = [
-            await loop.create_server(
-                connection, sock=sock, ssl=config.ssl, backlog=config.backlog, ssl_handshake_timeout=limit
-            )
-            for sock in sockets or ()
-        ]
+        limit = door.server.header_timeout_seconds
+        accepted = accepting(connection, config.ssl, limit, door.places, state, loop)
+        self.servers = [await loop.create_server(accepted, sock=sock, backlog=config.backlog) for sock in sockets or ()]
         self.started = True
         self._on_ready()
 
@@ -432,7 +429,7 @@ async def serve_until(
     if gateway.door.access is None and not is_loopback(config.server.host):
         log.warning("listening on %s without keys: whoever reaches it may use the replicas", config.server.host)
     sock, admin_sock = listen_all(config)
-    http: Any = functools.partial(ControlConnection, config.server)
+    http: Any = functools.partial(ControlConnection, config.server, gateway.door.places)
     if config.server.http == "fast":
         http = functools.partial(http_client.ClientConnection, gateway.door)
     server = Server(

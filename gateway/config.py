@@ -58,7 +58,8 @@ class Server(Struct, frozen=True, forbid_unknown_fields=True):
     drain_seconds: Seconds = 30.0
     """After that running requests get this long to finish."""
     max_connections: Annotated[int, Meta(ge=1)] = 12_000
-    """Client connections; more are answered 503 and closed. Fewer where the process may not have as many open files."""
+    """Client connections. When more come, one at rest is closed for each; where there is none, they are answered 503.
+    Fewer where the process may not have as many open files."""
     tls_certificate: str | None = None
     """PEM file with the certificate chain: clients then speak HTTPS. Read again when it changes."""
     tls_key: str | None = None

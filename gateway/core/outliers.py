@@ -17,17 +17,28 @@ from __future__ import annotations
 from collections.abc import Iterable
 from statistics import median
 
-from gateway.core.model import HealthState
+from gateway.core.flight import Flight
+from gateway.core.model import HealthState, Outcome
 from gateway.core.replica import Replica
 
 ERRED_TO_EJECT = 0.4
-"""Four of ten answers, where the others have no errors. With three, a client whose requests failed everywhere took out
-one of three for a second now and then."""
+"""Four of ten answers, where the others have no errors. With three, chance took out one of two that failed alike now
+and then."""
 OTHERS_WEIGHT = 1.5
 """... and so many times the share of the others more, where they have: where all fail one in five of what they get,
 chance seldom shows one that fails seven in ten; where all fail half, none is out."""
 OUT_OF = 3
 """One of so many may be out for errors."""
+
+
+def judge(flight: Flight, outcome: Outcome, fleet: Iterable[Replica], now: float) -> bool:
+    """What a flight's end says of the health of its replica. Returns whether its state changed."""
+    replica, known = flight.to, flight.cached_tokens > 0
+    if outcome is not Outcome.FAILED or not flight.answered:
+        return replica.flight_ended(outcome, flight.started_at, now, known=known)
+    if not replica.health.flight_erred(flight.started_at, known=known):
+        return False
+    return stands_out(replica, fleet, flight.request.model) and replica.health.blame_errors(now)
 
 
 def stands_out(replica: Replica, fleet: Iterable[Replica], model: str | None) -> bool:

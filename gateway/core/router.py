@@ -366,7 +366,7 @@ class Router:
         replica = flight.to
         if self._replicas.get(replica.id) is not replica:
             return
-        if self._judge(flight, outcome, now):
+        if outliers.judge(flight, outcome, self._replicas.values(), now):
             self._all_up.clear()
             self._settling_until = max(self._settling_until, replica.settling_until)
         if outcome is Outcome.COMPLETED:
@@ -379,16 +379,6 @@ class Router:
                 cached = usage.cached_tokens
                 if cached is not None and replica.check_belief(flight.record, flight.cached_tokens, cached):
                     self._resize_indexes()
-
-    def _judge(self, flight: Flight, outcome: Outcome, now: float) -> bool:
-        """What a flight's end says of its replica's health. Returns whether its state changed."""
-        replica, known = flight.to, flight.cached_tokens > 0
-        if outcome is not Outcome.FAILED or not flight.answered:
-            return replica.flight_ended(outcome, flight.started_at, now, known=known)
-        if not replica.health.flight_erred(flight.started_at, known=known):
-            return False
-        own = outliers.stands_out(replica, self._replicas.values(), flight.request.model)
-        return own and replica.health.blame_errors(now)
 
     def _resize_indexes(self) -> None:
         """The share of cache that holds prefixes has moved: for all replicas, and memory is shared once."""

@@ -16,6 +16,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from gateway.config import Server
 from gateway.proxy.errors import BadHead, ErrorAnswer, HeadTooLarge, TooManyConnections, answer
+from gateway.proxy.places import Places, is_room
 from gateway.proxy.relay import connection_tokens
 from gateway.proxy.request_head import MAX_BARREN_BYTES, MAX_HEAD_BYTES, MAX_HEADERS, read_framing
 
@@ -26,13 +27,6 @@ LINGER_SECONDS = 2.0
 WRITE_HIGH_BYTES = 4096
 """Unsent bytes of an answer above which its replica is read no further. One read brings up to 256,000: that is what a
 slow reader holds here; what keeps the line busy meanwhile is the kernel's buffer."""
-TOLD = 256
-"""Connections beyond `max_connections` that are told so before they are closed; more are cut at once."""
-
-
-def is_room(taken: int, limit: int) -> bool:
-    """To tell one more client that there is none to serve it."""
-    return taken < limit + TOLD
 
 
 def head_without_offer(method: bytes, target: bytes, http_1_0: bool, headers: list[tuple[bytes, bytes]]) -> bytes:
@@ -47,9 +41,10 @@ def head_without_offer(method: bytes, target: bytes, http_1_0: bool, headers: li
 
 
 class ControlConnection(HttpToolsProtocol):
-    def __init__(self, limits: Server, **rest: Any) -> None:
+    def __init__(self, limits: Server, places: Places, **rest: Any) -> None:
         super().__init__(**rest)
         self._limits = limits
+        self._places = places
         self._in_head = self._in_message = self._refused = self._body_came = False
         self._head_bytes = self._barren_bytes = 0
         self._unanswered = 0
@@ -58,13 +53,18 @@ class ControlConnection(HttpToolsProtocol):
         self.deadline = self.loop.time() + limits.header_timeout_seconds
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        taken = len(self.connections)
+        now, taken = self.loop.time(), len(self.connections)
         self.take_over(transport)
-        if taken >= self._limits.max_connections:
-            if is_room(taken, self._limits.max_connections):
-                self.refuse(answer(TooManyConnections()))
-            else:
-                transport.abort()
+        if self._places.make_room(taken, now):
+            self._places.rest(transport, now)
+        elif is_room(taken, self._places.limit):
+            self.refuse(answer(TooManyConnections()))
+        else:
+            transport.abort()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._places.wake(self.transport)
+        super().connection_lost(exc)
 
     def take_over(self, transport: asyncio.Transport) -> None:
         """A connection that was let in already."""
@@ -96,6 +96,7 @@ class ControlConnection(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         if self._refused:
             return
+        self._places.wake(self.transport)
         super().on_message_begin()
         self._in_head = self._in_message = True
         self._head_bytes = self._barren_bytes = 0
@@ -134,7 +135,10 @@ class ControlConnection(HttpToolsProtocol):
         self._unanswered -= 1
         limits = self._limits
         if not self._in_message and self._unanswered <= 0:  # uvicorn has a timer for that, which an empty line ends
-            self.deadline = self.loop.time() + limits.keep_alive_seconds
+            now = self.loop.time()
+            self.deadline = now + limits.keep_alive_seconds
+            if not self.transport.get_write_buffer_size():
+                self._places.rest(self.transport, now)
         elif self._in_message and self._unanswered >= 0:  # the next one, begun behind it
             limit = limits.header_timeout_seconds if self._in_head else limits.body_timeout_seconds
             self.deadline = self.loop.time() + limit

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from gateway.core.model import NoReplica, OwnerGone, RoutingError, UnknownModel
+from gateway.core.model import NoReplica, Outcome, OwnerGone, RoutingError, UnknownModel
 from gateway.isolation import CannotSalt
 from gateway.keys import NoKey, WrongKey
 from gateway.limits import ModelNotAllowed, OverLimit
@@ -236,6 +236,17 @@ def refusal(blame: Blame, message: str, *, anthropic: bool = False) -> ErrorAnsw
 def code_of(error: Exception) -> str:
     """The short code of an error of `KNOWN`."""
     return BLAME[type(error)].code
+
+
+def outcome_of(error: Exception) -> Outcome:
+    """How a request ended that was answered with an error of `KNOWN`."""
+    if isinstance(error, DeadlineExceeded):
+        return Outcome.OVERDUE
+    if isinstance(error, UpstreamError):
+        return Outcome.FAILED
+    if isinstance(error, Stopping):
+        return Outcome.STOPPED
+    return Outcome.REFUSED if isinstance(error, NoReplica | Overloaded | OverLimit | OutOfSockets) else Outcome.REJECTED
 
 
 def error_body(blame: Blame, message: str, *, anthropic: bool = False) -> bytes:

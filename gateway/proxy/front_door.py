@@ -26,10 +26,10 @@ from gateway.access import Access, without_credentials
 from gateway.config import Server as ServerConfig
 from gateway.config import Upstream as UpstreamConfig
 from gateway.core.flight import Flight
-from gateway.core.model import NoReplica, Outcome, ReplicaId, RouteRequest, RoutingError, Usage
+from gateway.core.model import Outcome, ReplicaId, RouteRequest, RoutingError, Usage
 from gateway.core.router import Router
 from gateway.keys import Denied
-from gateway.limits import Caller, OverLimit
+from gateway.limits import Caller
 from gateway.prompt import Shape
 from gateway.proxy import keyed
 from gateway.proxy.endpoints import Endpoint
@@ -44,15 +44,16 @@ from gateway.proxy.errors import (
     NotFound,
     OutOfSockets,
     Overloaded,
-    Stopping,
     TlsFailed,
     UpstreamError,
     answer,
     code_of,
+    outcome_of,
 )
 from gateway.proxy.exchange import Completion, Exchange
 from gateway.proxy.forwarding import Forwarding, read_headers
 from gateway.proxy.gate import Gate
+from gateway.proxy.places import Places
 from gateway.proxy.relay import Client, Relay
 from gateway.proxy.replays import Replays
 from gateway.proxy.upstream import Connection, Header, Upstream
@@ -123,6 +124,7 @@ class FrontDoor:
         self.router = router
         self.telemetry = telemetry
         self.gate = Gate(router, clock, loop)
+        self.places = Places(server.max_connections)
         self.replays = Replays(lambda: router.in_flight)
         self.draining = False
         """The gateway is about to leave: clients are asked to open no further request on their connections."""
@@ -451,7 +453,7 @@ class FrontDoor:
         refusal: ErrorAnswer = answer(error, anthropic=call.endpoint.anthropic)
         record.status = refusal.status
         record.error = refusal.code
-        record.outcome = blame_outcome(error).value
+        record.outcome = outcome_of(error).value
         if isinstance(error, Overloaded):
             record.shed = error.reason
         if isinstance(error, Denied):
@@ -481,16 +483,6 @@ def honest(call: Call, error: Exception) -> Exception:
     """What the client is told. That nobody else could be asked must not hide that the request may have been begun."""
     begun = isinstance(error, UpstreamError) and error.executed
     return error if begun or call.lost is None else call.lost
-
-
-def blame_outcome(error: Exception) -> Outcome:
-    if isinstance(error, DeadlineExceeded):
-        return Outcome.OVERDUE
-    if isinstance(error, UpstreamError):
-        return Outcome.FAILED
-    if isinstance(error, Stopping):
-        return Outcome.STOPPED
-    return Outcome.REFUSED if isinstance(error, NoReplica | Overloaded | OverLimit | OutOfSockets) else Outcome.REJECTED
 
 
 def request_head(call: Call, host: bytes, lines: bytes, request_id: bytes) -> bytes:

@@ -25,17 +25,12 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
 
 from gateway.limits import Caller
-from gateway.proxy.control_connection import (
-    LINGER_SECONDS,
-    WRITE_HIGH_BYTES,
-    ControlConnection,
-    head_without_offer,
-    is_room,
-)
+from gateway.proxy.control_connection import LINGER_SECONDS, WRITE_HIGH_BYTES, ControlConnection, head_without_offer
 from gateway.proxy.endpoints import ENDPOINTS, Endpoint
 from gateway.proxy.errors import BadHead, BodyTooLarge, ErrorAnswer, HeadTooLarge, TooManyConnections, answer
 from gateway.proxy.exchange import Exchange
 from gateway.proxy.front_door import Call, FrontDoor
+from gateway.proxy.places import is_room
 from gateway.proxy.relay import status_line
 from gateway.proxy.request_head import MAX_BARREN_BYTES, MAX_HEAD_BYTES, MAX_HEADERS, read_framing
 from gateway.proxy.upstream import JOIN_BELOW_BYTES, Connection, Header
@@ -91,8 +86,7 @@ class ClientConnection(asyncio.Protocol):
         self._bulk_left = 0
         """Bytes of a large body that come past the parser."""
         self._persistent = True
-        self._is_http_1_0 = False
-        self._owes_continue = False
+        self._is_http_1_0 = self._owes_continue = False
         # the request being answered
         self._calls: deque[Call] = deque()
         self._exchange: Exchange | None = None
@@ -102,9 +96,8 @@ class ClientConnection(asyncio.Protocol):
         self._full = False
         self._unsent = 0
         """Bytes that the client had not taken when it was last looked at."""
-        self._chunked = False
+        self._chunked = self._http_1_0 = False
         self._keep_alive = True
-        self._http_1_0 = False
         self._paused = self._closing = False
 
     # -- asyncio.Protocol
@@ -112,17 +105,19 @@ class ClientConnection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
         self._transport.set_write_buffer_limits(WRITE_HIGH_BYTES)
-        connections = self._server_state.connections
-        taken = len(connections)
+        connections, places = self._server_state.connections, self._door.places
+        now, taken = self._loop.time(), len(connections)
         connections.add(cast(HttpToolsProtocol, self))
-        if taken >= self._door.server.max_connections:
-            if is_room(taken, self._door.server.max_connections):
-                self._refuse(answer(TooManyConnections()))
-            else:
-                self._transport.abort()
+        if places.make_room(taken, now):
+            places.rest(self._transport, now)
+        elif is_room(taken, places.limit):
+            self._refuse(answer(TooManyConnections()))
+        else:
+            self._transport.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._server_state.connections.discard(cast(HttpToolsProtocol, self))
+        self._door.places.wake(self._transport)
         self._note_unread()
         self._calls.clear()
         self._parser = None  # it knows us, as we know it: without this each connection waits for the collector
@@ -195,6 +190,7 @@ class ClientConnection(asyncio.Protocol):
             return
         if self._exchange is None:
             self.deadline = self._loop.time() + self._door.server.header_timeout_seconds
+        self._door.places.wake(self._transport)
         if self._in_message or self._calls or self._exchange is not None:
             self._clean_start = False
         self._in_message = True
@@ -397,7 +393,10 @@ class ClientConnection(asyncio.Protocol):
             if self._owes_continue:
                 self._continue()
         else:
-            self.deadline = self._loop.time() + limits.keep_alive_seconds
+            now = self._loop.time()
+            self.deadline = now + limits.keep_alive_seconds
+            if not self._transport.get_write_buffer_size():
+                self._door.places.rest(self._transport, now)
 
     def shutdown(self) -> None:
         """uvicorn stops: close when idle, else after the answer that is under way."""
@@ -478,6 +477,7 @@ class ClientConnection(asyncio.Protocol):
         self._server_state.connections.discard(cast(HttpToolsProtocol, self))
         protocol = ControlConnection(
             self._door.server,
+            self._door.places,
             config=self._config,
             server_state=self._server_state,
             app_state=self._app_state,

@@ -170,7 +170,7 @@ class HandDriven(app.Gateway):
 @contextlib.asynccontextmanager
 async def listening(gateway: HandDriven, mode: str) -> AsyncIterator[int]:
     sock = listen("127.0.0.1", 0, "")
-    http: Any = functools.partial(ControlConnection, gateway.config.server)
+    http: Any = functools.partial(ControlConnection, gateway.config.server, gateway.door.places)
     if mode == "fast":
         http = functools.partial(http_client.ClientConnection, gateway.door)
     config = uvicorn.Config(app.build_api(gateway), http=http, ws="none", lifespan="off", log_level="error")

@@ -10,8 +10,9 @@ import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from gateway.proxy.control_connection import ControlConnection
+from gateway.proxy.places import LEAST_REST_SECONDS
 from tests.chaos.framing import CORPUS, HOST, LINE, exchange, problem
-from tests.proxy.conftest import RunningGateway, running_gateway
+from tests.proxy.conftest import RunningGateway, eventually, running_gateway
 from tests.proxy.scripted import ANSWER, Exchange, ScriptedReplica
 from tests.proxy.test_front_door import ODD_BODY, post, raw_request
 
@@ -156,19 +157,53 @@ async def test_more_connections_than_may_be_are_told_and_closed(mode: str) -> No
     async with ScriptedReplica().running() as replica:
         async with running_gateway(replica, mode=mode, server={"max_connections": 5}) as gateway:
             await gateway.client.aclose()
-            idle = [await gateway.connect() for _ in range(5)]
+            taken = [await gateway.connect() for _ in range(5)]
+            for _, writer in taken:
+                writer.write(LINE)  # in the middle of a request: none of them has to go
             await asyncio.sleep(0.05)
             refused = await raw_request(gateway, post(ODD_BODY))
             assert refused.startswith(b"HTTP/1.1 503 ")
             assert b"retry-after: 1\r\n" in refused
             assert b'"code":"too_many_connections"' in refused
-            for _, writer in idle:
+            for _, writer in taken:
                 writer.close()
             answers = []
             async with asyncio.timeout(5):
                 while not answers or not answers[-1].startswith(b"HTTP/1.1 200 "):
                     answers.append(await raw_request(gateway, post(ODD_BODY)))
             assert len(replica.exchanges) == 1
+
+
+@pytest.mark.parametrize("first", [b"", post(ODD_BODY, close=False)])
+async def test_when_all_places_are_taken_who_rests_for_longest_gives_his_up(mode: str, first: bytes) -> None:
+    """A flood of connections that say nothing, or nothing more, keeps nobody out who asks for something."""
+
+    async def script(exchange: Exchange) -> None:
+        if b"wait" in exchange.body:
+            await exchange.wait_closed()
+        else:
+            await exchange.answer(ANSWER)
+
+    async with ScriptedReplica(script).running() as replica:
+        async with running_gateway(replica, mode=mode, server={"max_connections": 4}) as gateway:
+            await gateway.client.aclose()
+            busy = await gateway.connect()
+            busy[1].write(post(b'{"model":"m","messages":[],"wait":1}', close=False))
+            await eventually(lambda: bool(replica.exchanges))
+            resting = [await gateway.connect() for _ in range(3)]
+            for reader, writer in resting:
+                writer.write(first)
+                if first:
+                    await asyncio.wait_for(reader.readuntil(ANSWER), 5)
+            await asyncio.sleep(LEAST_REST_SECONDS + 0.1)
+            for _ in resting:
+                assert (await raw_request(gateway, post(ODD_BODY))).startswith(b"HTTP/1.1 200 ")
+                await asyncio.sleep(0.05)
+            assert await asyncio.wait_for(resting[0][0].read(), 5) == b"", "the first to rest is the first to go"
+            assert not busy[0].at_eof()
+            assert not replica.exchanges[0].closed.is_set()
+            for _, writer in (busy, *resting):
+                writer.close()
 
 
 async def test_hand_over_needs_no_second_place() -> None:

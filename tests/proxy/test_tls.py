@@ -17,6 +17,7 @@ from gateway import app
 from gateway.config import Config, ConfigError, Server, Upstream
 from gateway.core.model import ReplicaId
 from gateway.proxy.errors import TlsFailed
+from gateway.proxy.places import TOLD
 from gateway.proxy.upstream import Upstream as Replica
 from gateway.tls import Certificate, TlsError, replica_context
 from tests.proxy.certificates import Authority, Pair, openssl
@@ -114,6 +115,34 @@ async def test_a_silent_handshake_is_cut_off_in_the_time_for_a_head(mode: str, p
             for reader, writer in silent:
                 with contextlib.suppress(ConnectionError):
                     assert await asyncio.wait_for(reader.read(), 10) == b""
+                writer.close()
+
+
+async def answer_over_tls(gateway: RunningGateway, context: ssl.SSLContext) -> bytes:
+    """To one request on a new connection; empty where that is cut."""
+    with contextlib.suppress(ConnectionError, ssl.SSLError):
+        return await speak(gateway, context, post(ODD_BODY))
+    return b""
+
+
+async def test_silent_handshakes_count_as_connections_and_give_their_places_up(
+    mode: str, authority: Authority, pair: Pair
+) -> None:
+    """They would hold descriptors without a bound; and whoever asks for something gets a place of theirs."""
+    limits = {"max_connections": 5, "header_timeout_seconds": 60.0, **server(pair)}
+    context = authority.client_context()
+    async with ScriptedReplica().running() as replica:
+        async with running_gateway(replica, mode=mode, server=limits, verify=context) as gateway:
+            await gateway.client.aclose()
+            silent = [await gateway.connect() for _ in range(5 + TOLD + 20)]
+            answers: list[bytes] = []
+            async with asyncio.timeout(20):
+                while not answers or ANSWER not in answers[-1]:
+                    answers.append(await answer_over_tls(gateway, context))
+                    await asyncio.sleep(0.05)
+            cut = sum(reader.at_eof() or reader.exception() is not None for reader, _ in silent)
+            assert cut >= 20, "beyond those that could be told there is no room"
+            for _, writer in silent:
                 writer.close()
 
 
