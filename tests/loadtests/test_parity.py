@@ -34,6 +34,7 @@ from gateway.proxy import http_client
 from gateway.proxy.control_connection import ControlConnection
 from gateway.proxy.front_door import FrontDoor
 from gateway.proxy.gate import Gate
+from gateway.stop_signals import StopSignals
 from gateway.telemetry import Telemetry
 from loadtests.simulator import KEY_BYTES_PER_TOKEN, Fleet, Simulator, Trip
 from loadtests.traces import BLOCK_TOKENS, Request
@@ -175,7 +176,7 @@ async def listening(gateway: HandDriven, mode: str) -> AsyncIterator[int]:
         http = functools.partial(http_client.ClientConnection, gateway.door)
     config = uvicorn.Config(app.build_api(gateway), http=http, ws="none", lifespan="off", log_level="error")
     ready = asyncio.Event()
-    server = app.Server(config, gateway, ready.set)
+    server = app.Server(config, gateway, ready.set, StopSignals())
     serving = asyncio.create_task(server.serve(sockets=[sock]))
     try:
         await asyncio.wait_for(ready.wait(), 10)
