@@ -87,8 +87,8 @@ def build_admin_api(
 
     @api.get("/warmlane/replicas")
     async def replicas() -> Response:
-        """All replicas, and who is registered but stays out."""
-        return JSONResponse(view.show(clock()))
+        """All replicas, what the loss of each would cost, and who is registered but stays out."""
+        return JSONResponse(view.show_with_worth(clock()))
 
     @api.post("/warmlane/replicas")
     async def register(request: Request) -> Response:

@@ -459,6 +459,7 @@ async def serve_until(
         beside.append(certificate.follow())
     async with gateway.run_beside(*beside), admin_listener(gateway, admin_sock, certificate, workers):
         if workers is not None:
+            gateway.telemetry.workers = workers
             workers.start(OwnReplicas(gateway.router, gateway.discovery, gateway.registry, gateway.clock))
         await server.serve(sockets=[sock])
         gateway.door.stopping = True

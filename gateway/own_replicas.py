@@ -37,6 +37,7 @@ class OwnReplicas:
         if self._discovery.is_drained(replica) and replica not in self._drained_here:
             self._stay_drained.add(replica)
         self._drained_here.discard(replica)
+        self._discovery.expect_back(replica)
         self._registry.let_go(replica)
 
     def drain(self, url: str, draining: bool) -> None:

@@ -139,6 +139,8 @@ INDEX_BLOCKS = Family("gauge", "warmlane_index_blocks", "Prefix blocks in the in
 INDEX_CAPACITY = Family("gauge", "warmlane_index_capacity_blocks", "Prefix blocks that fit into the index.")
 CACHE_SHARE = Family("gauge", "warmlane_cache_share_ratio", "Learned part of reported KV caches that holds prefixes.")
 REPLICA_STATE = Family("gauge", "warmlane_replica_state", "1 for the state it is in.", ("replica", "state"))
+WORKERS = Family("gauge", "warmlane_workers", "Replicas that this process runs itself.", ("state",))
+WORKER_STARTS = Family("counter", "warmlane_worker_starts_total", "Starts of each of them.", ("replica",))
 
 Reading = Callable[[ReplicaStatistics], float | None]
 """`None`: not known, so there is no sample."""
@@ -199,6 +201,8 @@ FAMILIES: tuple[Family, ...] = (
     INDEX_CAPACITY,
     CACHE_SHARE,
     REPLICA_STATE,
+    WORKERS,
+    WORKER_STARTS,
     *(family for family, _ in REPLICA_GAUGES),
 )
 
@@ -207,6 +211,14 @@ class StatisticsSource(Protocol):
     """What telemetry needs of the router."""
 
     def statistics(self, now: float) -> RouterStatistics: ...
+
+
+class WorkersSource(Protocol):
+    """What telemetry needs of whoever runs replicas."""
+
+    def states(self) -> Mapping[str, int]: ...
+
+    def starts(self) -> Mapping[str, int]: ...
 
 
 class Telemetry(Collector):
@@ -223,6 +235,7 @@ class Telemetry(Collector):
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
         self._router = router
+        self.workers: WorkersSource | None = None
         self._log = RequestLog(log) if log is not None else None
         self._prefixes = PrefixLog() if log is not None and log_blocks else None
         self._tasks = tasks
@@ -396,6 +409,9 @@ class Telemetry(Collector):
         yield from self._shadow_families()
         yield from _router_families(statistics)
         yield from _replica_families(statistics.replicas)
+        states, starts = (self.workers.states(), self.workers.starts()) if self.workers is not None else ({}, {})
+        yield _gauge_family(WORKERS, [((state,), count) for state, count in states.items()])
+        yield _counter(WORKER_STARTS, {(url,): count for url, count in starts.items()})
 
     def _request_families(self) -> Iterator[Metric]:
         all_series = [*self._series.values(), self._other]

@@ -97,11 +97,17 @@ async def run_together(config: Config, fleet: Fleet) -> int:
     needs_key = configured_access(config.auth, os.environ, time.monotonic) is not None
     has_others = bool(config.replicas or config.discovery.dns or config.admin.allow)
     with StopSignals().heard() as signals:
+
+        def on_hopeless() -> None:
+            if not has_others:
+                print("warmlane: every replica was given up, and there are no others: stopping", file=sys.stderr)
+                signals.ask()
+
         supervisor = Supervisor(
             fleet.workers,
             supervisor_settings(config.workers, fleet),
             prefill_rate=fleet.prefill_rate,
-            on_hopeless=(lambda: None) if has_others else signals.ask,
+            on_hopeless=on_hopeless,
         )
         beside: list[asyncio.Task[None]] = []
 

@@ -56,6 +56,13 @@ class FleetView:
             "registrations": [self.show_registration(one) for one in self._registry],
         }
 
+    def show_with_worth(self, now: float) -> dict[str, Any]:
+        """... and what the loss of each would cost, which is too much work for a page that is asked for each second."""
+        worth, shown = self._router.cached_seconds(now), self.show(now)
+        for one in shown["replicas"]:
+            one["cached_seconds"] = round(worth[one["replica"]], 3)
+        return shown
+
     def show_replica(self, url: str, now: float) -> dict[str, Any] | None:
         """`None` when there is no such replica."""
         replicas = self._router.statistics(now).replicas

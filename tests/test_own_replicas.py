@@ -6,7 +6,7 @@ from random import Random
 
 import pytest
 
-from gateway.core.model import Fact, ModelCard, ModelsListed, Outcome, ProbeAnswered, ReplicaId, RouteRequest
+from gateway.core.model import Fact, ModelCard, ModelsListed, NoReplica, Outcome, ProbeAnswered, ReplicaId, RouteRequest
 from gateway.core.router import Router
 from gateway.core.settings import RoutingSettings
 from gateway.feeds.addresses import Allowlist
@@ -54,6 +54,16 @@ def test_one_that_joined_is_tried_when_the_probes_have_found_it(setting):
     assert not setting.own.is_up(ONE)
     assert setting.own.requests(ONE) == 0
     assert setting.own.cached_seconds(ONE) == 0.0
+
+
+def test_what_only_it_serves_is_unavailable_while_it_is_away(setting):
+    setting.up(ONE, "m")
+    setting.up(TWO, "other")
+    setting.own.leave(ONE)
+    with pytest.raises(NoReplica):
+        setting.send(RouteRequest(model="m"))
+    setting.up(ONE, "m")
+    assert setting.send(RouteRequest(model="m")).replica == ONE
 
 
 def test_requests_there_are_counted_until_they_end(setting):

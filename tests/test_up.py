@@ -31,11 +31,16 @@ BODY = {"model": "embedded", "max_tokens": 8, "messages": [{"role": "user", "con
 
 
 class Up:
-    """A running `warmlane up` with an admin listener."""
+    """A running `warmlane up` with an admin listener. `model` is the directory for the preset `cpu-tiny`; an empty one
+    will do for replicas that live a script."""
 
-    def __init__(self, directory: Path, *arguments: str, settings: str = "", **environment: str) -> None:
-        (directory / ".cache" / "tiny-model").mkdir(parents=True)  # of the preset `cpu-tiny`
-        (directory / "lives").mkdir()
+    def __init__(
+        self, directory: Path, *arguments: str, settings: str = "", model: Path | None = None, **environment: str
+    ) -> None:
+        lives = directory / "lives"
+        lives.mkdir()
+        (directory / ".cache").mkdir()
+        (directory / ".cache" / "tiny-model").symlink_to(lives if model is None else model)
         (directory / "up.toml").write_text(
             f'[server]\nlog = "off"\n{settings}\n[admin]\nport = 0\nkey_env = "WARMLANE_ADMIN_KEY"\n'
         )
@@ -51,7 +56,7 @@ class Up:
                     **os.environ,
                     "PYTHONPATH": str(ROOT),
                     "WARMLANE_ADMIN_KEY": KEY,
-                    "SCRIPT_DIRECTORY": str(directory / "lives"),
+                    "SCRIPT_DIRECTORY": str(lives),
                     **environment,
                 },
             )
@@ -85,15 +90,15 @@ class Up:
         """Of all processes that scripted replicas have announced."""
         return [pid for line in self.err.splitlines() for pid in announced(line)]
 
-    def wait_for(self, found: Callable[[], object]) -> None:
-        deadline = time.monotonic() + DEADLINE_SECONDS
+    def wait_for(self, found: Callable[[], object], seconds: float = DEADLINE_SECONDS) -> None:
+        deadline = time.monotonic() + seconds
         while not found():
             assert self.process.poll() is None, f"ended with {self.process.returncode}: {self.err}"
             assert time.monotonic() < deadline, f"in vain: {self.out}{self.err}"
             time.sleep(0.02)
 
-    def wait_greeted(self) -> None:
-        self.wait_for(lambda: "print(" in self.out)
+    def wait_greeted(self, seconds: float = DEADLINE_SECONDS) -> None:
+        self.wait_for(lambda: "print(" in self.out, seconds)
 
     def stop(self, number: int = signal.SIGINT) -> int:
         self.process.send_signal(number)
@@ -150,6 +155,9 @@ def test_replicas_that_end_come_back_and_the_view_says_how_they_ended(start):
     assert after["replica-2"]["last_end"] == "replica-2 ended by itself with exit code -9"
     assert after["replica-2"]["replica"] == before["replica-2"]["replica"]
     assert after["replica-1"] == before["replica-1"]
+    page = httpx.get(f"{up.url}/metrics").text
+    assert 'warmlane_workers{state="ready"} 2.0' in page
+    assert f'warmlane_worker_starts_total{{replica="{after["replica-2"]["replica"]}"}} 2.0' in page
     sources = {one["source"] for one in up.ask("GET", "/warmlane/replicas").json()["replicas"]}
     assert sources == {"worker"}
     assert up.stop() == 0
@@ -180,7 +188,8 @@ def test_a_cache_too_small_to_start_is_healed_if_asked(scripted):
 class Load:
     """Clients that ask again and again until told to stop; every answer that is not whole and good is kept."""
 
-    def __init__(self, url: str, clients: int) -> None:
+    def __init__(self, url: str, clients: int, model: str = "embedded") -> None:
+        self._body = {**BODY, "model": model, "max_tokens": 30}
         self.failures: list[str] = []
         self.answers = 0
         self._url = url
@@ -194,9 +203,8 @@ class Load:
                 if self._over.is_set():
                     return
                 content = f"Client {number} has {turn % 5} stories of the sea. " + "And so on. " * 200
-                body = {**BODY, "max_tokens": 30, "stream": number % 2 == 0}
-                body["messages"] = [{"role": "user", "content": content}]
-                self._ask(client, body)
+                message = {"role": "user", "content": content}
+                self._ask(client, {**self._body, "stream": number % 2 == 0, "messages": [message]})
 
     def _ask(self, client: httpx.Client, body: dict[str, Any]) -> None:
         try:
@@ -206,7 +214,7 @@ class Load:
             return
         is_whole = answer.text.endswith("data: [DONE]\n\n") if body["stream"] else "choices" in answer.text
         self.answers += 1
-        if answer.status_code != 200 or not is_whole or '"error"' in answer.text:
+        if answer.status_code != 200 or not is_whole or '"error":' in answer.text:
             self.failures.append(f"{answer.status_code} {answer.text[-300:]}")
 
     def stop(self) -> None:
@@ -216,13 +224,13 @@ class Load:
         self._pool.shutdown()
 
 
-def restart(up: Up, *arguments: str) -> subprocess.CompletedProcess[str]:
+def restart(up: Up, *arguments: str, seconds: float = DEADLINE_SECONDS) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [*WARMLANE, "restart", "--url", up.admin_url, *arguments],
         env={**os.environ, "WARMLANE_ADMIN_KEY": KEY},
         capture_output=True,
         text=True,
-        timeout=DEADLINE_SECONDS,
+        timeout=seconds,
         check=False,
     )
 
@@ -255,6 +263,8 @@ def test_the_least_cached_goes_first(start):
     warm = asked.headers["x-warmlane-replica"]
     worth = {one["replica"]: one["cached_seconds"] for one in up.workers().values()}
     assert worth[warm] > 0
+    view = up.ask("GET", "/warmlane/replicas").json()["replicas"]
+    assert {one["replica"] for one in view if one["cached_seconds"] > 0} == {warm}
     names = sorted(up.workers(), key=lambda name: up.workers()[name]["cached_seconds"])
     ended = restart(up, "--all")
     assert ended.stdout.splitlines() == [f"{name} is renewed" for name in names]

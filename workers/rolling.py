@@ -71,8 +71,8 @@ class Rolling:
     async def _renew(self, keeper: Keeper) -> None:
         traffic, url = self._traffic, keeper.url
         if keeper.state is State.READY:
-            if not self._alone and not await self._wait(lambda: self._may_go(url), self._drain_seconds):
-                raise RollingStopped(f"nobody stands in for {keeper.name}")
+            if not self._alone:
+                await self._wait_stand_in(keeper)
             log.info("%s is drained for its restart: %d requests there", keeper.name, traffic.requests(url))
             traffic.drain(url, True)
             if not await self._wait(lambda: not traffic.requests(url), self._drain_seconds):
@@ -83,6 +83,12 @@ class Rolling:
         await self._wait(lambda: keeper.lives > before and (keeper.state is State.GIVEN_UP or traffic.is_up(url)))
         if keeper.state is State.GIVEN_UP:
             raise RollingStopped(f"{keeper.name} does not come back: {keeper.last_end}")
+
+    async def _wait_stand_in(self, keeper: Keeper) -> None:
+        if not self._may_go(keeper.url):
+            log.info("the restart of %s waits until somebody stands in for it", keeper.name)
+            if not await self._wait(lambda: self._may_go(keeper.url), self._drain_seconds):
+                raise RollingStopped(f"nobody stands in for {keeper.name}")
 
     def _may_go(self, url: str) -> bool:
         return not self._traffic.serves(url) or self._traffic.has_stand_in(url)

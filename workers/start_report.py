@@ -19,9 +19,7 @@ from workers.planner.start import Expected, StartPlan
 from workers.starts import Planned, Start
 
 READY = re.compile(r"Starting vLLM (?:API )?server|Application startup complete")
-"""The second comes from the server under it, and stands in should the first change its words."""
-PROCESS = re.compile(r"^[^'\"]*\] non-default args: ")
-"""With this each `vllm serve` begins, and its engines follow; a quoted prompt in the log is no beginning."""
+"""The first of them in all versions, the second from the server under it."""
 WORTH_A_WORD = 0.15
 """A plan by arithmetic is good to that."""
 
@@ -48,7 +46,7 @@ class StartReport:
         self,
         identity: Identity,
         plan: StartPlan | None,
-        file: Path | None,
+        file: Path,
         say: Say,
         *,
         clock: Callable[[], float] = time.monotonic,
@@ -62,7 +60,6 @@ class StartReport:
         self._now = now
         self._began: float | None = clock()
         self._log = EngineLog()
-        self._processes = 0
         self._is_reported = False
 
     def progress(self) -> str | None:
@@ -71,12 +68,10 @@ class StartReport:
 
     def hear(self, line: str) -> None:
         """A line of the replica's output."""
-        if PROCESS.search(line):
-            self._processes += 1
-            if self._processes > 1:  # what a start wrote that failed is not this one's
-                self._began, self._log, self._is_reported = None, EngineLog(), False
         if self._is_reported:
-            return
+            if not EngineLog.is_start(line):
+                return
+            self._began, self._log, self._is_reported = None, EngineLog(), False
         self._log.hear(line)
         if READY.search(line):
             self._is_reported = True
@@ -88,8 +83,6 @@ class StartReport:
             return
         for sentence in sentences(start):
             self._say(f"{self.identity.replica}: {sentence}")
-        if self.file is None:
-            return
         try:
             starts.add(self.file, start)
         except OSError as error:

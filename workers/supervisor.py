@@ -70,7 +70,9 @@ class Supervisor:
             Keeper(worker, traffic, self._settings.keeper, prefill_rate=self._prefill_rate, changed=self._look)
             for worker in self._workers
         )
-        self._tasks = [asyncio.create_task(keeper.run(), name=keeper.name) for keeper in self._keepers]
+        self._tasks = [asyncio.create_task(keeper.run(), name=f"keeper of {keeper.name}") for keeper in self._keepers]
+        for task in self._tasks:
+            task.add_done_callback(report_failure)
 
     async def wait_settled(self) -> None:
         """Until each replica's first start is over, well or not."""
@@ -103,6 +105,18 @@ class Supervisor:
             raise RestartRefused(f"Nobody stands in for {chosen[0].name}: requests would fail.", "no_stand_in")
         self._rolling = Rolling(chosen, traffic, drain_seconds=self._settings.drain_seconds, alone=alone)
         self._rolling_task = asyncio.create_task(self._rolling.run(), name="rolling restart")
+        self._rolling_task.add_done_callback(report_failure)
+
+    def states(self) -> dict[str, int]:
+        """How many are in each state."""
+        counts = {state.value: 0 for state in State}
+        for keeper in self._keepers:
+            counts[keeper.state.value] += 1
+        return counts
+
+    def starts(self) -> dict[str, int]:
+        """Of each replica, by its URL."""
+        return {keeper.url: keeper.lives for keeper in self._keepers}
 
     def show(self) -> dict[str, Any]:
         """All replicas and the last restart as JSON."""
@@ -143,3 +157,10 @@ class Supervisor:
             self._settled.set()
         if self.is_hopeless:
             self._on_hopeless()
+
+
+def report_failure(task: asyncio.Task[None]) -> None:
+    """Neither keepers nor restarts raise: if one does, that is a bug to be seen at once."""
+    if not task.cancelled() and (error := task.exception()) is not None:
+        context = {"message": f"the {task.get_name()} failed", "exception": error, "task": task}
+        task.get_loop().call_exception_handler(context)

@@ -103,6 +103,8 @@ class ReplicaAdded:
 @dataclass(frozen=True, slots=True)
 class ReplicaRemoved:
     replica: ReplicaId
+    returns: bool = False
+    """It is expected back soon: restarted, or moved."""
 
 
 @dataclass(frozen=True, slots=True)

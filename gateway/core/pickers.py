@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from xxhash import xxh3_64_intdigest
 
-from gateway.core.model import Cost, ReplicaView
+from gateway.core.model import Cost, Reason, ReplicaView, RouteRequest
 
 Ranking = tuple[tuple[ReplicaView, Cost], ...]
 Row = tuple[ReplicaView, Cost]
@@ -48,3 +48,15 @@ def shuffled(rows: list[Row], draw: int) -> list[Row]:
     turn, offset = divmod(draw, len(rows))
     order = sorted(rows, key=lambda row: xxh3_64_intdigest(row[0].replica.encode(), turn))
     return order[offset:] + order[:offset]
+
+
+def reason_of(request: RouteRequest, ranking: Ranking) -> Reason:
+    """Why the first of the ranking is first, as seen from the cache."""
+    if request.pinned is not None:
+        return Reason.PINNED
+    if len(ranking) == 1:
+        return Reason.ONLY
+    longest = max(view.cached_tokens for view, _ in ranking)
+    if longest <= 0:
+        return Reason.COLD
+    return Reason.WARM if ranking[0][0].cached_tokens >= longest else Reason.SPILLED

@@ -29,6 +29,7 @@ from collections.abc import Callable, Collection, Sequence
 from gateway.core import filters, holding, outliers, settling
 from gateway.core.admission import Admission, Admitted, Release, Shed, Ticket, Waiting, lane_of
 from gateway.core.belief import CacheShare
+from gateway.core.departed import Departed
 from gateway.core.flight import Flight
 from gateway.core.holding import Promises
 from gateway.core.model import (
@@ -47,7 +48,6 @@ from gateway.core.model import (
     PauseReported,
     ProbeAnswered,
     PromptCounted,
-    Reason,
     ReplicaAdded,
     ReplicaId,
     ReplicaRemoved,
@@ -56,10 +56,11 @@ from gateway.core.model import (
     RouteRequest,
     RouterStatistics,
     RoutingError,
+    UnknownModel,
     Usage,
 )
 from gateway.core.ownership import Ownership
-from gateway.core.pickers import Ranking, ranked
+from gateway.core.pickers import ranked, reason_of
 from gateway.core.policy import Policy, policy_named
 from gateway.core.prefix_index import PrefixIndex, match_length
 from gateway.core.rates import BytesPerToken, PrefillRates
@@ -89,6 +90,7 @@ class Router:
         self._cache_share = CacheShare()
         self._admission = Admission(settings.max_in_flight, settings.max_waiting, settings.max_wait_seconds)
         self._ownership = Ownership()
+        self._departed = Departed()
         self._started = 0
         self._in_flight = 0
         self._settling_until = float("-inf")
@@ -119,6 +121,7 @@ class Router:
                 self._settling_until = max(self._settling_until, replica.settling_until)
             case ModelsListed(models=models):
                 replica.list_models(models, now)
+                self._departed.forget(replica.id)
             case DrainRequested(draining=draining):
                 replica.draining = draining
             case CacheCleared():
@@ -132,7 +135,9 @@ class Router:
                         each.mix_bytes_per_token(ratio)
             case PauseReported(paused=paused):
                 replica.pause(paused, now)
-            case ReplicaRemoved():
+            case ReplicaRemoved(returns=returns):
+                if returns:
+                    self._departed.note(replica.id, replica.model_ids, now)
                 del self._replicas[replica.id]
                 self._index.remove(replica.id)
                 self._rates.remove(replica.rate)
@@ -390,7 +395,7 @@ class Router:
         model = request.model
         candidates = self._all_up.get(model)
         if candidates is None:
-            accepting = filters.accepting(filters.serving(list(self._replicas.values()), model))
+            accepting = filters.accepting(self._serving(model, now))
             candidates = filters.available(accepting, now)
             if accepting and all(
                 r.health.state is HealthState.UP and (model is None or r.serves(model)) for r in accepting
@@ -400,12 +405,19 @@ class Router:
             tried = candidates
             candidates = [replica for replica in tried if replica.id not in exclude]
             if not candidates:  # the best tier was tried: whoever is left
-                serving = filters.serving(list(self._replicas.values()), model)
-                accepting = filters.accepting(serving)
+                accepting = filters.accepting(self._serving(model, now))
                 candidates = [r for r in accepting if r.id not in exclude and not r.health.is_hopeless(now)]
         if not candidates:
             raise NoReplica("No replica can serve this request at the moment.")
         return candidates
+
+    def _serving(self, model: str | None, now: float) -> list[Replica]:
+        try:
+            return filters.serving(list(self._replicas.values()), model)
+        except UnknownModel:
+            if model is None or not self._departed.is_expected(model, now):
+                raise
+            return []  # its replica will be back
 
     def _views(
         self, candidates: Sequence[Replica], request: RouteRequest, now: float, reads_cache: bool
@@ -487,15 +499,3 @@ class Router:
 def running_tokens(replica: Replica, block_tokens: float) -> float:
     """KV cache that requests in flight there hold: their prompts, shared prefixes once, and half of their answers."""
     return replica.index.live * block_tokens + ANSWER_TOKENS * replica.load.in_flight
-
-
-def reason_of(request: RouteRequest, ranking: Ranking) -> Reason:
-    """Why the first of the ranking is first, as seen from the cache."""
-    if request.pinned is not None:
-        return Reason.PINNED
-    if len(ranking) == 1:
-        return Reason.ONLY
-    longest = max(view.cached_tokens for view, _ in ranking)
-    if longest <= 0:
-        return Reason.COLD
-    return Reason.WARM if ranking[0][0].cached_tokens >= longest else Reason.SPILLED

@@ -58,6 +58,7 @@ class Discovery:
         self._behind_dns: frozenset[ReplicaId] = frozenset()
         self._registered: dict[ReplicaId, float | None] = {}
         self._drained: set[ReplicaId] = set()
+        self._returning: set[ReplicaId] = set()
         self._last_addresses: dict[ReplicaId, frozenset[str]] = {}
 
     async def run(self) -> None:
@@ -102,6 +103,10 @@ class Discovery:
 
     def is_drained(self, replica: ReplicaId) -> bool:
         return replica in self._drained
+
+    def expect_back(self, replica: ReplicaId) -> None:
+        """When it goes now, it is to come back."""
+        self._returning.add(replica)
 
     async def _follow(self, url: ReplicaId) -> None:
         """A task for each name: a resolver that hangs on one must not delay the others."""
@@ -149,7 +154,8 @@ class Discovery:
             return
         self._replicas.update(removed=removed, added=added)
         for replica in removed:
-            self._observe(ReplicaRemoved(replica))
+            self._observe(ReplicaRemoved(replica, returns=replica in added or replica in self._returning))
+        self._returning.difference_update(added)
         for replica in added:
             self._observe(ReplicaAdded(replica, self._static.get(replica, self._registered.get(replica))))
             if replica in self._drained:

@@ -8,6 +8,7 @@ from random import Random
 import pytest
 
 from gateway.core.admission import Admitted, Shed, Waiting
+from gateway.core.departed import EXPECTED_SECONDS
 from gateway.core.flight import Flight
 from gateway.core.model import (
     CacheCleared,
@@ -681,6 +682,33 @@ class TestModels:
         fleet.lists(fleet.replicas[1], "base")
         with pytest.raises(UnknownModel):
             holders("lora")
+
+    def test_a_model_whose_replica_restarts_is_unavailable_not_unknown(self) -> None:
+        fleet = Fleet(2)
+        gone = fleet.replicas[0]
+        fleet.lists(gone, "base", "lora")
+        fleet.lists(fleet.replicas[1], "other")
+        fleet.router.observe(ReplicaRemoved(gone, returns=True), fleet.now)
+        with pytest.raises(NoReplica):
+            fleet.decide(RouteRequest(model="base"))
+        fleet.router.observe(ReplicaAdded(gone), fleet.now)
+        fleet.probe(gone)
+        fleet.lists(gone, "base")
+        assert fleet.decide(RouteRequest(model="base")).replica == gone
+        with pytest.raises(UnknownModel):
+            fleet.decide(RouteRequest(model="lora"))  # it came back without
+        fleet.router.observe(ReplicaRemoved(gone), fleet.now)
+        with pytest.raises(UnknownModel):
+            fleet.decide(RouteRequest(model="base"))
+
+    def test_a_model_that_stays_away_is_unknown_in_the_end(self) -> None:
+        fleet = Fleet(2)
+        fleet.lists(fleet.replicas[0], "m")
+        fleet.lists(fleet.replicas[1], "other")
+        fleet.router.observe(ReplicaRemoved(fleet.replicas[0], returns=True), fleet.now)
+        fleet.now += EXPECTED_SECONDS
+        with pytest.raises(UnknownModel):
+            fleet.decide(RouteRequest(model="m"))
 
     def test_a_model_whose_replicas_are_all_down_is_unavailable_not_unknown(self) -> None:
         fleet = Fleet(2)

@@ -108,7 +108,7 @@ async def test_a_configured_name_that_moves_is_removed_and_added(replicas, facts
     await names.next_round()
     assert facts == [
         ReplicaAdded("http://gpu:8000", 5e4),
-        ReplicaRemoved("http://gpu:8000"),
+        ReplicaRemoved("http://gpu:8000", returns=True),
         ReplicaAdded("http://gpu:8000", 5e4),
     ]
     assert list(replicas) == ["http://gpu:8000"]

@@ -344,7 +344,7 @@ async def test_what_an_operator_drained_stays_drained_through_a_move(facts, runn
     await until(lambda: len(facts) == 5)
     assert facts[1:] == [
         DrainRequested("http://gpu:8000"),
-        ReplicaRemoved("http://gpu:8000"),
+        ReplicaRemoved("http://gpu:8000", returns=True),
         ReplicaAdded("http://gpu:8000"),
         DrainRequested("http://gpu:8000"),
     ]

@@ -5,7 +5,7 @@
 (SCRIPT, words with commas between; the last one is repeated):
 
 - `ok`: an engine core that outlives its server, a model list, answers to chats;
-- `oom-start`, `oom-load`: CUDA out of memory at once, or with the first chat;
+- `oom-start`, `oom-load`: CUDA out of memory at once, or with the first chat; `taken`: somebody has the memory;
 - `small-cache`: what vLLM 0.32 wrote (`data/`), unless `--max-model-len` is 3,168 or less;
 - `crash`: ends with code 3; `slow`: never opens its port; `stubborn`: as `slow`, and ignores SIGTERM.
 
@@ -26,6 +26,10 @@ OUT_OF_MEMORY = """\
 (EngineCore pid=7) ERROR 11-30 10:00:00 [core.py:1512] EngineCore encountered a fatal error.
 (EngineCore pid=7) ERROR 11-30 10:00:00 [core.py:1512] torch.OutOfMemoryError: CUDA out of memory. Tried to allocate \
 1.16 GiB. GPU 0 has a total capacity of 79.19 GiB of which 700.06 MiB is free.
+"""
+TAKEN = """\
+ValueError: Free memory on device cuda:0 (61.5/79.19 GiB) on startup is less than desired GPU memory utilization \
+(0.9, 71.27 GiB). Decrease GPU memory utilization or reduce GPU memory used by other processes.
 """
 LAST_WORDS = (
     """\
@@ -107,6 +111,8 @@ def main() -> None:
         fail("it broke\n", 3)
     if life == "oom-start":
         fail(OUT_OF_MEMORY + LAST_WORDS)
+    if life == "taken":
+        fail(TAKEN + LAST_WORDS)
     if life == "small-cache" and int(flag("--max-model-len", "16384")) > 3_168:
         fail(SMALL_CACHE.read_text() + LAST_WORDS)
     if life == "stubborn":

@@ -252,6 +252,12 @@ async def test_steps_follow_one_another_until_it_starts(tmp_path: Path) -> None:
         ]
 
 
+async def test_who_has_the_memory_gets_a_start_to_leave(tmp_path: Path) -> None:
+    async with running(Fleet(tmp_path, "taken,taken,ok", takes_remedies=True)) as fleet:
+        await fleet.all_ready()
+        assert fleet.lives() == ["", "", "--gpu-memory-utilization 0.76"]
+
+
 async def test_out_of_memory_under_load_lowers_sequences_first(tmp_path: Path, said: pytest.LogCaptureFixture) -> None:
     async with running(Fleet(tmp_path, "oom-load,ok", takes_remedies=True)) as fleet:
         await fleet.all_ready()
@@ -332,6 +338,18 @@ async def test_nobody_goes_whom_nobody_stands_in_for(tmp_path: Path) -> None:
         assert (await rolled(fleet))["renewed"] == ["r1"]
         with pytest.raises(RestartRefused, match="No such replica"):
             fleet.supervisor.restart("r2")
+
+
+async def test_it_waits_for_a_stand_in_and_stops_without_one(tmp_path: Path) -> None:
+    async with running(Fleet(tmp_path, "ok", "ok,crash", drain_seconds=0.5)) as fleet:
+        await fleet.all_ready()
+        pid = fleet.keepers[1].pid
+        assert pid is not None
+        os.kill(pid, signal.SIGKILL)
+        await until(lambda: fleet.states() == [State.READY, State.GIVEN_UP], "one is given up")
+        fleet.supervisor.restart("r1")
+        assert (await rolled(fleet))["problem"] == "nobody stands in for r1"
+        assert (fleet.states()[0], fleet.keepers[0].lives) == (State.READY, 1)
 
 
 async def test_an_order_revives_one_that_was_given_up(tmp_path: Path) -> None:
