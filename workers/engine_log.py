@@ -51,9 +51,8 @@ def whole(text: str) -> int:
     return int(text.replace(",", ""))
 
 
-START = re.compile(r"Initializing a V1 LLM engine \(v([^)]+)\)")
 FACTS = (
-    Fact(START, {"version": str}),
+    Fact(re.compile(r"Initializing a V1 LLM engine \(v([^)]+)\)"), {"version": str}),
     # "15.0 GiB and 2.02 seconds" from the second model runner, "64.38 GiB memory and 14.38 seconds" from the first.
     Fact(
         re.compile(rf"Model loading took {NUMBER} GiB(?: memory)? and {NUMBER} seconds"),
@@ -102,11 +101,6 @@ class EngineLog:
 
     def __repr__(self) -> str:
         return f"EngineLog({self.progress!r}, {self.facts})"
-
-    @staticmethod
-    def is_start(line: str) -> bool:
-        """Whether an engine begins with it."""
-        return START.search(line) is not None
 
     def hear(self, line: str) -> None:
         for fact in FACTS:

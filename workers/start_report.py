@@ -19,7 +19,9 @@ from workers.planner.start import Expected, StartPlan
 from workers.starts import Planned, Start
 
 READY = re.compile(r"Starting vLLM (?:API )?server|Application startup complete")
-"""The first of them in all versions, the second from the server under it."""
+"""The second comes from the server under it, and stands in should the first change its words."""
+PROCESS = re.compile(r"^[^'\"]*\] non-default args: ")
+"""With this each `vllm serve` begins, and its engines follow; a quoted prompt in the log is no beginning."""
 WORTH_A_WORD = 0.15
 """A plan by arithmetic is good to that."""
 
@@ -46,7 +48,7 @@ class StartReport:
         self,
         identity: Identity,
         plan: StartPlan | None,
-        file: Path,
+        file: Path | None,
         say: Say,
         *,
         clock: Callable[[], float] = time.monotonic,
@@ -60,6 +62,7 @@ class StartReport:
         self._now = now
         self._began: float | None = clock()
         self._log = EngineLog()
+        self._processes = 0
         self._is_reported = False
 
     def progress(self) -> str | None:
@@ -68,10 +71,12 @@ class StartReport:
 
     def hear(self, line: str) -> None:
         """A line of the replica's output."""
+        if PROCESS.search(line):
+            self._processes += 1
+            if self._processes > 1:  # what a start wrote that failed is not this one's
+                self._began, self._log, self._is_reported = None, EngineLog(), False
         if self._is_reported:
-            if not EngineLog.is_start(line):
-                return
-            self._began, self._log, self._is_reported = None, EngineLog(), False
+            return
         self._log.hear(line)
         if READY.search(line):
             self._is_reported = True
@@ -83,6 +88,8 @@ class StartReport:
             return
         for sentence in sentences(start):
             self._say(f"{self.identity.replica}: {sentence}")
+        if self.file is None:
+            return
         try:
             starts.add(self.file, start)
         except OSError as error:

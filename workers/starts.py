@@ -57,14 +57,21 @@ class Start(Struct, frozen=True, kw_only=True, omit_defaults=True):
     planned: Planned | None = None
 
 
-def file_for(environment: Mapping[str, str]) -> Path:
-    """Of the user whose environment this is."""
-    state = environment.get("XDG_STATE_HOME")
-    return (Path(state) if state else Path.home() / ".local" / "state") / FILE
+def file_for(environment: Mapping[str, str]) -> Path | None:
+    """Of the user whose environment this is; `None` for one without a home."""
+    state = environment.get("XDG_STATE_HOME", "")
+    if os.path.isabs(state):  # others are to be passed over, says the XDG specification
+        return Path(state) / FILE
+    try:
+        return Path.home() / ".local" / "state" / FILE
+    except RuntimeError:  # a container may run under a number that nobody knows
+        return None
 
 
-def read(file: Path) -> list[Start]:
+def read(file: Path | None) -> list[Start]:
     """Oldest first; lines that are not ours are passed over. Empty where nothing was measured."""
+    if file is None:
+        return []
     try:
         lines = file.read_bytes().splitlines()
     except OSError:

@@ -16,17 +16,22 @@ import time
 from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TextIO, TypeVar
 
 import httpx
 import pytest
 
-from workers import presets
-from workers.launch import LaunchError, base_url, command_line, find_vllm, require_model
+from workers import presets, starts
+from workers.command_line import base_url
+from workers.launch import LaunchError, Request, prepare
+from workers.placement import Machine
 from workers.worker import Worker
 
 ROOT = Path(__file__).parents[2]
 LOGS = ROOT / ".cache" / "test-vllm"
+STATE = LOGS / "state"
+STARTS = STATE / starts.FILE
+"""What these starts measured."""
 HOST = "127.0.0.1"
 START_SECONDS = 240.0
 """Two replicas took 30 s together with a warm disk cache, and 56 s each with a cold one."""
@@ -85,8 +90,7 @@ class Fleet:
     def restart(self, replica: str) -> None:
         """Start a dead replica again, at its old address, and wait until it answers."""
         index = self.replicas.index(replica)
-        old = self.workers[index]
-        self.workers[index] = Worker(old.command, old.environment, old.url, name=old.name, output=old.output)
+        self.workers[index] = self.workers[index].again()
         self.run(self.workers[index].start())
         self.run(self.workers[index].wait_ready(START_SECONDS))
 
@@ -103,9 +107,17 @@ def background() -> Iterator[Run[Any]]:
     loop.close()
 
 
-def new_worker(name: str, command: tuple[str, ...], environment: dict[str, str], url: str) -> Worker:
+def vllm_executable() -> str:
+    return str(ROOT / os.environ.get("VLLM_VENV", ".venv-vllm") / "bin" / "vllm")
+
+
+def log_of(name: str) -> TextIO:
     LOGS.mkdir(parents=True, exist_ok=True)
-    return Worker(command, environment, url, name=name, output=(LOGS / f"{name}.log").open("w", encoding="utf-8"))
+    return (LOGS / f"{name}.log").open("w", encoding="utf-8")
+
+
+def new_worker(name: str, command: tuple[str, ...], environment: dict[str, str], url: str) -> Worker:
+    return Worker(command, environment, url, name=name, output=log_of(name))
 
 
 def close(worker: Worker) -> None:
@@ -125,19 +137,19 @@ async def stop_all(workers: list[Worker]) -> None:
 @pytest.fixture(scope="session")
 def replicas(background: Run[Any]) -> Iterator[Fleet]:
     """Two real replicas."""
-    preset = presets.load("cpu-tiny")
-    model = str(ROOT / preset.model)
+    model = None if Path.cwd() == ROOT else str(ROOT / presets.load("cpu-tiny").model)
+    drains = ("--shutdown-timeout", "20")
+    STARTS.unlink(missing_ok=True)
     try:
-        vllm = find_vllm(str(ROOT / os.environ.get("VLLM_VENV", ".venv-vllm") / "bin" / "vllm"))
-        require_model(preset, None if Path.cwd() == ROOT else model)
+        request = Request("cpu-tiny", vllm=vllm_executable(), model=model, extra=drains)
+        launch = prepare(request, Machine(environment={**os.environ, "XDG_STATE_HOME": str(STATE)}))
     except LaunchError as error:
         pytest.fail(f"{error}; `make test-vllm` prepares all that these tests need")
     workers = []
     for name in ("replica-1", "replica-2"):
-        port = free_port()
-        drains = ("--shutdown-timeout", "20")
-        command = command_line(preset, host=HOST, port=port, vllm=vllm, model=model, extra=drains)
-        workers.append(new_worker(name, command.argv, command.environment, base_url(HOST, port)))
+        worker, _ = launch.worker(name, HOST, free_port())
+        worker.output = log_of(name)
+        workers.append(worker)
     fleet = Fleet(background, workers)
     try:
         background(start_all(fleet.workers))

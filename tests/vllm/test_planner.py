@@ -15,14 +15,27 @@ from typing import Any
 import pytest
 from msgspec import structs
 
-from tests.vllm.conftest import HOST, LOGS, ROOT, START_SECONDS, Fleet, Run, close, free_port, new_worker, wait_until
-from workers import presets
+from tests.vllm.conftest import (
+    HOST,
+    LOGS,
+    ROOT,
+    START_SECONDS,
+    STARTS,
+    Fleet,
+    Run,
+    close,
+    free_port,
+    new_worker,
+    vllm_executable,
+    wait_until,
+)
+from workers import presets, starts
 from workers.command_line import base_url, command_line
-from workers.planner.hardware import GPUS
+from workers.engine_version import version_of
 from workers.planner.kv_cache import Capacity, block_bytes, capacity, groups_of, stages_of
-from workers.planner.layouts import in_flight_tokens
-from workers.planner.models import Layer, load
-from workers.planner.settings import flags_of, settings_of
+from workers.planner.models import Layer
+from workers.planner.start import plan_start
+from workers.presets import Preset
 from workers.presets.versions import NEWEST, known, parse_version
 
 pytestmark = pytest.mark.vllm
@@ -51,10 +64,6 @@ TINY_GPT_OSS = {
     "attention_bias": True,
     "tie_word_embeddings": False,
 }
-
-
-def vllm_executable() -> str:
-    return str(ROOT / os.environ.get("VLLM_VENV", ".venv-vllm") / "bin" / "vllm")
 
 
 def vllm_python() -> str:
@@ -119,25 +128,35 @@ def said(log: Path) -> tuple[int, int, float]:
     return int(tokens.replace(",", "")), int(context.replace(",", "")), float(concurrency)
 
 
-def planned_for(model: str, words: list[str]) -> tuple[int, int, float]:
-    """The same from the planner. On the CPU vLLM schedules one step at a time."""
-    shape, flags = load(model), flags_of(words)
-    settings = settings_of({**flags, "async-scheduling": False}, shape, GPUS["h100-80"], NEWEST)
-    found = capacity(
-        groups_of(shape.layers),
-        int(flags["num-gpu-blocks-override"]),
-        settings.block_size,
-        settings.max_model_len,
-        in_flight_tokens(settings, NEWEST),
-    )
-    return found.reported_tokens, settings.max_model_len, round(found.concurrency, 2)
+def planned_for(preset: Preset, words: list[str]) -> tuple[int, int, float]:
+    """The same from the planner, as the launcher plans a start."""
+    plan = plan_start(preset, words, {}, NEWEST)
+    assert plan is not None
+    expected = plan.expected()
+    assert expected is not None
+    return expected.kv_tokens, plan.settings.max_model_len, round(expected.concurrency, 2)
 
 
 def test_the_plan_of_a_real_replica_is_what_it_reports(replicas: Fleet) -> None:
-    preset = presets.load("cpu-tiny")
-    words = list(command_line(preset).argv[3:])
+    preset = structs.replace(presets.load("cpu-tiny"), model=str(ROOT / presets.load("cpu-tiny").model))
     assert replicas.workers
-    assert said(LOGS / "replica-1.log") == planned_for(str(ROOT / preset.model), words)
+    assert said(LOGS / "replica-1.log") == planned_for(preset, list(command_line(preset).flags))
+
+
+def test_what_a_real_start_measured_is_kept_beside_its_plan(replicas: Fleet) -> None:
+    """Through the launcher: its version was found, its log heard, its plan held against it."""
+    assert replicas.workers
+    wait_until(lambda: len(starts.read(STARTS)) >= 2, "both starts are kept")
+    found = version_of(vllm_executable())
+    for start in starts.read(STARTS)[:2]:
+        assert (start.preset, start.vllm) == ("cpu-tiny", str(found))
+        assert (start.kv_tokens, start.context, start.concurrency) == (32_768, 16_384, 2.0)
+        assert start.kv_cache_gib == 1.0
+        assert start.planned is not None
+        assert (start.planned.kv_tokens, start.planned.concurrency) == (start.kv_tokens, start.concurrency)
+        assert start.planned.kv_cache_gib == start.kv_cache_gib
+        assert start.start_seconds is not None
+        assert 1 < start.start_seconds < START_SECONDS
 
 
 def test_the_plan_of_a_real_replica_with_windows_is_what_it_reports(tmp_path: Path, background: Run[Any]) -> None:
@@ -158,7 +177,7 @@ def test_the_plan_of_a_real_replica_with_windows_is_what_it_reports(tmp_path: Pa
     finally:
         background(worker.stop())
         close(worker)
-    assert said(log) == planned_for(str(model), list(command.argv[3:]))
+    assert said(log) == planned_for(preset, list(command.flags))
     assert said(log)[0] == 15_123
 
 
@@ -174,6 +193,7 @@ def test_the_list_of_flags_is_that_of_the_installed_vllm() -> None:
     )
     installed = json.loads(answer.stdout.splitlines()[-1])
     version = parse_version(installed["version"])
+    assert version_of(vllm_executable()) == version
     lists = known()
     listed = {name for name, entry in lists.flags.items() if entry.covers(version)}
     variables = {name for name, entry in lists.variables.items() if entry.covers(version)}

@@ -147,6 +147,7 @@ def test_four_bits_count_with_their_scales() -> None:
     ("config", "complaint"),
     [
         ({}, "has no 'hidden_size'"),
+        ({**LLAMA_8B, "num_key_value_heads": [8, 4]}, "is not understood: "),
         ({**LLAMA_8B, "layer_types": ["full_attention"]}, "names 1 layer_types for 32 layers"),
         ({**LLAMA_8B, "num_hidden_layers": 1, "layer_types": ["linear_attention"]}, "layers of linear_attention"),
     ],

@@ -34,6 +34,7 @@ TINY = {
     "max_position_embeddings": 32_768,
 }
 H200_START = """
+(APIServer pid=1) INFO 11-30 12:00:00 [api_utils.py:273] non-default args: {'model_tag': 'm'}
 (EngineCore pid=9) INFO 11-30 12:00:00 [core.py:114] Initializing a V1 LLM engine (v0.24.0) with config: model='m'
 (EngineCore pid=9) INFO 11-30 12:00:30 [model_runner.py:302] Model loading took 64.67 GiB and 20.5 seconds
 (EngineCore pid=9) INFO 11-30 12:01:00 [gpu_worker.py:429] Available KV cache memory: {gib} GiB
@@ -157,6 +158,31 @@ def test_a_replica_that_is_started_again_is_reported_again(h200: StartReport, to
     assert [one.start_seconds for one in read(h200.file)] == [207.0, None]
 
 
+def test_what_a_failed_start_wrote_is_not_the_next_ones(h200: StartReport, told: list[str]) -> None:
+    """A supervisor starts it again with less; the first had loaded more than the second needs."""
+    failed = "] non-default args: {}\nModel loading took 99.0 GiB and 9.0 seconds\nAvailable KV cache memory: -2.14 GiB\n"
+    hear(h200, failed + H200_START.format(gib=57.39, tokens="1,383,290", x=34.58))
+    (kept,) = read(h200.file)
+    assert (kept.weights_gib, kept.kv_cache_gib, kept.start_seconds) == (64.67, 57.39, None)
+    assert told[0].startswith("replica-1: started again: weights 64.67 GiB")
+
+
+def test_a_quoted_log_is_no_start(h200: StartReport, told: list[str]) -> None:
+    text = H200_START.format(gib=57.39, tokens="1,383,290", x=34.58)
+    hear(h200, text)
+    for line in text.splitlines():
+        h200.hear(f"INFO [logger.py:39] Received request cmpl-1: prompt: '{line}'")
+    assert len(told) == 2
+
+
+def test_a_cache_set_by_a_flag_is_measured_but_not_planned(report_on: Callable[..., StartReport]) -> None:
+    name = "gpt-oss-120b-h200-141-x1"
+    report = report_on(name, presets.load(name), "--max-model-len 40000 --kv-cache-memory-bytes 12G", Version(0, 24), 139.8)
+    hear(report, H200_START.format(gib=12.0, tokens="289,241", x=7.23))
+    (kept,) = read(report.file)
+    assert (kept.kv_tokens, kept.overhead_gib, kept.planned) == (289_241, None, None)
+
+
 def test_a_start_with_other_flags_is_not_held_against_the_plan(h200: StartReport, told: list[str]) -> None:
     text = H200_START.format(gib=57.39, tokens="1,383,290", x=34.58)
     hear(h200, text.replace("40,000 tokens per", "20,000 tokens per"))
@@ -204,7 +230,9 @@ def test_a_file_that_cannot_be_written_is_one_more_line(h200: StartReport, told:
 
 def test_the_file_belongs_to_the_users_state() -> None:
     assert file_for({"XDG_STATE_HOME": "/state"}) == Path("/state/warmlane/starts.jsonl")
-    assert file_for({}) == Path.home() / ".local/state/warmlane/starts.jsonl"
+    for environment in ({}, {"XDG_STATE_HOME": ""}, {"XDG_STATE_HOME": "relative"}):
+        assert file_for(environment) == Path.home() / ".local/state/warmlane/starts.jsonl"
+    assert read(None) == []
 
 
 def test_starts_are_kept_in_order_and_old_ones_go(tmp_path: Path) -> None:

@@ -142,6 +142,8 @@ def from_config(whole: Mapping[str, Any], name: str) -> Model:
         return read(config, name)
     except KeyError as error:
         raise ModelError(f"the config.json of {name} has no {error.args[0]!r}") from error
+    except (ArithmeticError, AttributeError, TypeError, ValueError) as error:  # lists where numbers are expected, say
+        raise ModelError(f"the config.json of {name} is not understood: {error}") from error
 
 
 def read(config: Mapping[str, Any], name: str) -> Model:

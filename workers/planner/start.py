@@ -20,6 +20,8 @@ CPU = Gpu("cpu", "CPU", 16.0, 0.0, "pcie")
 """Stands for a small card: vLLM's defaults for batches on the CPU are those of one. Nothing else of it counts."""
 CPU_CACHE_VARIABLE = "VLLM_CPU_KVCACHE_SPACE"
 BLOCKS_FLAG = "num-gpu-blocks-override"
+CACHE_FLAGS = (BLOCKS_FLAG, "kv-cache-memory-bytes")
+"""With these the cache is not what the card has left."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,13 +49,21 @@ class StartPlan:
 
     @property
     def usable_gib(self) -> float | None:
-        """Of one card; `None` where no driver was asked."""
-        return self.memory_gib * self.settings.gpu_memory_utilization if self.memory_gib else None
+        """Of one card, for weights, cache and the rest; `None` where no driver was asked, or a flag sets the cache."""
+        if self.memory_gib is None or self.sets_cache:
+            return None
+        return self.memory_gib * self.settings.gpu_memory_utilization
+
+    @property
+    def sets_cache(self) -> bool:
+        return any(name in self.flags for name in CACHE_FLAGS)
 
     def expected(self, *, by_arithmetic_alone: bool = False) -> Expected | None:
         """`None` where nothing follows from the flags."""
         if self.preset.gpu is None:
             return self.on_cpu()
+        if self.sets_cache:
+            return None
         gpu = gpu_named(self.preset.gpu.name)
         machine = Machine(
             gpu, self.memory_gib or gpu.memory_gib, self.preset.gpu.count, gpu.interconnect, self.preset.gpu.count
