@@ -34,7 +34,7 @@ TINY = {
     "max_position_embeddings": 32_768,
 }
 H200_START = """
-(APIServer pid=1) INFO 11-30 12:00:00 [api_utils.py:273] non-default args: {'model_tag': 'm'}
+(APIServer pid=1) INFO 11-30 12:00:00 [api_utils.py:273] non-default args: {{'model_tag': 'm'}}
 (EngineCore pid=9) INFO 11-30 12:00:00 [core.py:114] Initializing a V1 LLM engine (v0.24.0) with config: model='m'
 (EngineCore pid=9) INFO 11-30 12:00:30 [model_runner.py:302] Model loading took 64.67 GiB and 20.5 seconds
 (EngineCore pid=9) INFO 11-30 12:01:00 [gpu_worker.py:429] Available KV cache memory: {gib} GiB
@@ -160,7 +160,9 @@ def test_a_replica_that_is_started_again_is_reported_again(h200: StartReport, to
 
 def test_what_a_failed_start_wrote_is_not_the_next_ones(h200: StartReport, told: list[str]) -> None:
     """A supervisor starts it again with less; the first had loaded more than the second needs."""
-    failed = "] non-default args: {}\nModel loading took 99.0 GiB and 9.0 seconds\nAvailable KV cache memory: -2.14 GiB\n"
+    failed = (
+        "] non-default args: {}\nModel loading took 99.0 GiB and 9.0 seconds\nAvailable KV cache memory: -2.14 GiB\n"
+    )
     hear(h200, failed + H200_START.format(gib=57.39, tokens="1,383,290", x=34.58))
     (kept,) = read(h200.file)
     assert (kept.weights_gib, kept.kv_cache_gib, kept.start_seconds) == (64.67, 57.39, None)
@@ -177,7 +179,9 @@ def test_a_quoted_log_is_no_start(h200: StartReport, told: list[str]) -> None:
 
 def test_a_cache_set_by_a_flag_is_measured_but_not_planned(report_on: Callable[..., StartReport]) -> None:
     name = "gpt-oss-120b-h200-141-x1"
-    report = report_on(name, presets.load(name), "--max-model-len 40000 --kv-cache-memory-bytes 12G", Version(0, 24), 139.8)
+    report = report_on(
+        name, presets.load(name), "--max-model-len 40000 --kv-cache-memory-bytes 12G", Version(0, 24), 139.8
+    )
     hear(report, H200_START.format(gib=12.0, tokens="289,241", x=7.23))
     (kept,) = read(report.file)
     assert (kept.kv_tokens, kept.overhead_gib, kept.planned) == (289_241, None, None)
