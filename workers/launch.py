@@ -16,10 +16,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from workers import presets, starts
-from workers.command_line import DEFAULT_HOST, DEFAULT_PORT, CommandLine, base_url, command_line
+from workers.command_line import DEFAULT_HOST, DEFAULT_PORT, EVENTS_FLAG, CommandLine, base_url, command_line
 from workers.engine_version import Engine, LaunchError, check_known, find_engine, find_vllm
 from workers.gpus import detect
 from workers.placement import Machine, Placement, described, working_numactl
+from workers.planner.settings import is_flag
 from workers.planner.start import plan_start
 from workers.preset_choice import EMBEDDED, Choice, choose
 from workers.presets import DEFAULT_PROFILE, Preset, PresetError
@@ -123,7 +124,7 @@ class Launch:
             profile=self.request.profile,
             model=self.request.model or self.preset.model,
             hardware=self.hardware(placement),
-            flags=shlex.join(without_secrets(command.flags)),
+            flags=shlex.join(fit_to_keep(command.flags)),
             version=str(self.engine.version),
         )
         plan = plan_start(
@@ -143,16 +144,17 @@ class Launch:
         return described(used) if used else f"{self.preset.gpu.count} x {self.preset.gpu.name}"
 
 
-def without_secrets(words: Sequence[str]) -> list[str]:
-    """Flags fit to be kept in a file."""
-    kept, hides = [], False
+def fit_to_keep(words: Sequence[str]) -> list[str]:
+    """Flags without keys, and without KV events, whose addresses differ between starts that are the same else."""
+    kept, flag = [], ""
     for word in words:
-        if word.startswith("--"):
+        shown = "***" if flag in SECRET_FLAGS else word
+        if is_flag(word):
             name, equals, _ = word.partition("=")
-            hides = name.replace("_", "-") in SECRET_FLAGS
-            kept.append(f"{name}=***" if hides and equals else word)
-        else:
-            kept.append("***" if hides else word)
+            flag = name.replace("_", "-")
+            shown = f"{name}=***" if equals and flag in SECRET_FLAGS else word
+        if flag != f"--{EVENTS_FLAG}":
+            kept.append(shown)
     return kept
 
 

@@ -23,7 +23,7 @@ from workers import presets, starts
 from workers.command_line import EVENTS_FLAG, GATEWAY_FLAGS, base_url, command_line
 from workers.engine_version import LaunchError
 from workers.gpus import Device
-from workers.launch import Request, prepare, run_replica, without_secrets
+from workers.launch import Request, fit_to_keep, prepare, run_replica
 from workers.placement import Machine
 from workers.presets.versions import Version
 from workers.worker import STOP_GRACE_SECONDS, Worker, WorkerFailed
@@ -291,10 +291,9 @@ def test_a_replica_of_each_card_is_prepared(tmp_path: Path) -> None:
         launch.worker("r2", "127.0.0.1", 8103, 2, 3)
 
 
-def test_keys_are_not_kept_with_the_flags() -> None:
-    words = ["--api-key", "one", "two", "--seed", "7", "--hf_token=three", "--host", "h"]
-    kept = ["--api-key", "***", "***", "--seed", "7", "--hf_token=***", "--host", "h"]
-    assert without_secrets(words) == kept
+def test_keys_and_addresses_are_not_kept_with_the_flags() -> None:
+    words = ["--api-key", "one", "two", "--seed", "7", "--hf_token=three", "--kv-events-config", "{}", "-tp", "2"]
+    assert fit_to_keep(words) == ["--api-key", "***", "***", "--seed", "7", "--hf_token=***", "-tp", "2"]
 
 
 def test_a_dry_run_needs_no_cards_either(capsys: pytest.CaptureFixture[str]) -> None:
