@@ -45,11 +45,15 @@ COMPILED = [
     *(
         f"gateway/proxy/{name}.py"
         for name in (
+            "answer_framing",
+            "body_budget",
+            "call",
             "exchange",
             "forwarding",
             "front_door",
             "gate",
             "http_client",
+            "incoming",
             "places",
             "relay",
             "replays",

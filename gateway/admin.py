@@ -27,12 +27,14 @@ from gateway.config_errors import explained
 from gateway.core.model import ReplicaId
 from gateway.feeds.discovery import Discovery
 from gateway.feeds.registry import Refused, Registry
-from gateway.proxy import asgi_client, http_client
+from gateway.proxy import asgi_client
+from gateway.proxy.body_budget import BodyBudget
 from gateway.proxy.control_connection import ControlConnection
-from gateway.proxy.errors import AdminKeyRequired, Blame, BodyTooLarge, ErrorAnswer, answer, refusal
+from gateway.proxy.errors import AdminKeyRequired, Blame, ErrorAnswer, answer, refusal
 from gateway.proxy.handshakes import accepting
 from gateway.proxy.places import Places
-from gateway.responses import refuse_as_openai_does, response_of
+from gateway.proxy.sweep import sweep
+from gateway.responses import refuse_as_openai_does, response_of, with_body
 from gateway.views import FleetView
 from workers.supervisor import RestartRefused, Supervisor
 
@@ -84,6 +86,7 @@ def build_admin_api(
     """The ASGI application of the admin listener."""
     api = FastAPI(title="Warmlane admin", docs_url=None, redoc_url=None, redirect_slashes=False)
     refuse_as_openai_does(api)
+    bodies = BodyBudget(BACKLOG * MAX_BODY_BYTES)
 
     @api.get("/warmlane/replicas")
     async def replicas() -> Response:
@@ -93,16 +96,13 @@ def build_admin_api(
     @api.post("/warmlane/replicas")
     async def register(request: Request) -> Response:
         """Register a replica, or renew its registration."""
+        return await with_body(request, MAX_BODY_BYTES, bodies, take_in)
+
+    async def take_in(body: bytes) -> Response:
         try:
-            body = await asgi_client.read_body(request.scope, request.receive, MAX_BODY_BYTES)
             wanted = msgspec.json.decode(body, type=Wanted)
             url = ReplicaId(replica_url(wanted.url))
             registration = await registry.register(url, wanted.prefill_rate, wanted.lease_seconds)
-        except BodyTooLarge as error:
-            await asgi_client.discard_body(request.scope, request.receive, unread=error.unread)
-            return response_of(answer(error), close=True)
-        except asgi_client.ClientLeft:
-            return Response(status_code=499)  # nobody reads it
         except (msgspec.DecodeError, RecursionError) as error:
             return response_of(refused(400, "invalid_registration", explained(str(error), Wanted)))
         except ConfigError:  # its message repeats the URL, and with it a password that somebody put there
@@ -136,11 +136,11 @@ def build_admin_api(
         return JSONResponse(view.show_replica(url, clock()))
 
     if workers is not None:
-        add_workers(api, workers)
+        add_workers(api, workers, bodies)
     return guarded(api, key)
 
 
-def add_workers(api: FastAPI, workers: Supervisor) -> None:
+def add_workers(api: FastAPI, workers: Supervisor, bodies: BodyBudget) -> None:
     """Paths for the replicas that this process runs itself."""
 
     @api.get("/warmlane/workers")
@@ -151,15 +151,12 @@ def add_workers(api: FastAPI, workers: Supervisor) -> None:
     @api.post("/warmlane/workers/restart")
     async def restart(request: Request) -> Response:
         """Begin to renew one, or all one after the other."""
+        return await with_body(request, MAX_BODY_BYTES, bodies, begin)
+
+    async def begin(body: bytes) -> Response:
         try:
-            body = await asgi_client.read_body(request.scope, request.receive, MAX_BODY_BYTES)
             wanted = msgspec.json.decode(body, type=Restart) if body else Restart()
             workers.restart(wanted.replica, alone=wanted.alone)
-        except BodyTooLarge as error:
-            await asgi_client.discard_body(request.scope, request.receive, unread=error.unread)
-            return response_of(answer(error), close=True)
-        except asgi_client.ClientLeft:
-            return Response(status_code=499)  # nobody reads it
         except (msgspec.DecodeError, RecursionError) as error:
             return response_of(refused(400, "invalid_restart", explained(str(error), Restart)))
         except RestartRefused as error:
@@ -187,7 +184,7 @@ def guarded(api: Any, key: AdminKey) -> Any:
             if key.opens(scope["headers"]):
                 await api(scope, receive, send)
             else:
-                await asgi_client.send_answer(send, answer(AdminKeyRequired()), close=True)
+                await asgi_client.refuse_unread(send, answer(AdminKeyRequired()), scope, receive, unread=True)
 
     return served
 
@@ -207,7 +204,7 @@ async def listening(
 
     accepted = accepting(connection, tls, limits.header_timeout_seconds, places, state, loop)
     server = await loop.create_server(accepted, sock=sock, backlog=BACKLOG)
-    sweeping = asyncio.create_task(http_client.sweep(state, loop))
+    sweeping = asyncio.create_task(sweep(state, loop))
     try:
         yield
     finally:

@@ -36,6 +36,7 @@ from gateway.core.policy import policy_named
 from gateway.core.router import Router
 from gateway.descriptors import raise_limit, within_descriptors
 from gateway.feeds.addresses import Allowlist
+from gateway.feeds.background import Background
 from gateway.feeds.discovery import Discovery
 from gateway.feeds.engines import Engines, Said
 from gateway.feeds.fetch import ReplicaClient
@@ -52,15 +53,17 @@ from gateway.model_list import caller_of, model_object, models_for
 from gateway.notices import Notices
 from gateway.own_replicas import OwnReplicas
 from gateway.proxy import asgi_client, http_client
+from gateway.proxy.call import Call
 from gateway.proxy.control_connection import ControlConnection
 from gateway.proxy.endpoints import ENDPOINTS
-from gateway.proxy.errors import BadBody, BodyTooLarge, NotFound, answer
+from gateway.proxy.errors import BadBody, NotFound, answer
 from gateway.proxy.forwarding import read_headers
-from gateway.proxy.front_door import Call, FrontDoor
+from gateway.proxy.front_door import FrontDoor
 from gateway.proxy.guard import guarded
 from gateway.proxy.handshakes import accepting
+from gateway.proxy.sweep import sweep
 from gateway.proxy.upstream import Header
-from gateway.responses import refuse_as_openai_does, response_of
+from gateway.responses import refuse_as_openai_does, response_of, with_body
 from gateway.shadow import Shadows
 from gateway.stderr_log import report_unforeseen
 from gateway.stop_signals import StopSignals
@@ -94,6 +97,7 @@ class Gateway:
             log_blocks=config.server.log_blocks,
             router=self.router,
             tasks=lambda: len(asyncio.all_tasks(loop)),
+            held_bytes=lambda: self.door.bodies.held,
             clock=self.clock,
         )
         if config.routing.shadow:
@@ -198,6 +202,9 @@ class Gateway:
             engines=self.engines,
         )
         jobs = [self.discovery.run(), probes.run(), scrape.run()]
+        if self.door.access is not None:
+            background = self.door.background = Background(self.clock, self.telemetry.tokens_charged)
+            jobs.append(background.run(client))
         if self.config.admin.allow:
             jobs.append(self.registry.run())
         if feeds.tokenize and policy_named(self.config.routing.policy).reads_cache:
@@ -273,15 +280,11 @@ def build_api(gateway: Gateway) -> FastAPI:
     async def route(request: Request, path: str = "/v1/chat/completions") -> Response:
         """Dry run: where would this request body go, and why? Books nothing. Beyond loopback it wants the admin key."""
         gateway.viewers.check(request.headers.raw)
-        limit = gateway.config.server.max_body_mib * 2**20
-        try:
-            body = await asgi_client.read_body(request.scope, request.receive, limit)
-        except BodyTooLarge as error:
-            await asgi_client.discard_body(request.scope, request.receive, unread=error.unread)
-            return response_of(answer(error), close=True)
-        except asgi_client.ClientLeft:
-            return Response(status_code=499)  # nobody reads it
-        return dry_run(gateway, body, path, request)
+
+        async def explain(body: bytes) -> Response:
+            return dry_run(gateway, body, path, request)
+
+        return await with_body(request, gateway.config.server.max_body_mib * 2**20, gateway.door.bodies, explain)
 
     @api.get("/warmlane/replicas")
     async def replicas(request: Request) -> Response:
@@ -454,7 +457,7 @@ async def serve_until(
         signals,
     )
     tune_memory()
-    beside = [http_client.sweep(server.server_state, loop)]
+    beside = [sweep(server.server_state, loop)]
     if certificate is not None:
         beside.append(certificate.follow())
     async with gateway.run_beside(*beside), admin_listener(gateway, admin_sock, certificate, workers):

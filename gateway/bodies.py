@@ -68,11 +68,13 @@ class Item(Struct):
     summary: Raw = EMPTY
 
 
-class ResponseIds(Struct):
-    """Stored responses that a Responses body names: the one that it continues, and what its own is to be called."""
+class StoredFields(Struct):
+    """What a Responses body says of stored responses: the one that it continues, what its own is to be called, and
+    whether that is made behind the answer."""
 
     previous_response_id: Raw = EMPTY
     request_id: Raw = EMPTY
+    background: Raw = EMPTY
 
 
 class Responses(Common):
@@ -109,11 +111,12 @@ class ContentPart(Struct):
 decode_named = msgspec.json.Decoder(Named).decode
 decode_chat = msgspec.json.Decoder(Chat).decode
 decode_completion = msgspec.json.Decoder(Completion).decode
-decode_response_ids = msgspec.json.Decoder(ResponseIds).decode
+decode_stored = msgspec.json.Decoder(StoredFields).decode
 decode_responses = msgspec.json.Decoder(Responses).decode
 decode_messages = msgspec.json.Decoder(Messages).decode
 decode_items = msgspec.json.Decoder(list[Item]).decode
 decode_parts = msgspec.json.Decoder(list[ContentPart]).decode
 decode_ids = msgspec.json.Decoder(list[int]).decode
+decode_id_lists = msgspec.json.Decoder(list[list[int]]).decode
 decode_any = msgspec.json.Decoder(list[Raw]).decode
 decode_text = msgspec.json.Decoder(str).decode

@@ -42,6 +42,10 @@ class Server(Struct, frozen=True, forbid_unknown_fields=True):
     port: Annotated[int, Meta(ge=0, le=65_535)] = 8000
     max_body_mib: Annotated[int, Meta(ge=1, le=4_096)] = 64
     """Larger request bodies get 413 unread. 64 MiB holds several base64 images."""
+    max_bodies_mib: Annotated[int, Meta(ge=1)] = 1_024
+    """Request bodies in memory, of all clients: while they come, and until their replica begins to answer. Beyond it
+    503 with `Retry-After`. As many requests as may run and wait (`max_in_flight`, `max_waiting`) with 200 KB, some
+    50,000 tokens, each; or sixteen of the largest."""
     header_timeout_seconds: Seconds = 15.0
     """A client that has not sent its whole head by then is cut off, also when it never began with its first: heads come
     in one piece, or are an attack."""
@@ -277,6 +281,8 @@ def checked(config: Config) -> Config:
         discovery = msgspec.structs.replace(discovery, dns=replica_url(discovery.dns, "discovery.dns"))
     if config.server.tls_key is not None and config.server.tls_certificate is None:
         raise ConfigError("server.tls_key: there is no server.tls_certificate that it belongs to")
+    if config.server.max_bodies_mib < config.server.max_body_mib:
+        raise ConfigError("server.max_bodies_mib: less than one body may have (server.max_body_mib)")
     if repeated := [name for name in config.routing.shadow if config.routing.shadow.count(name) > 1]:
         raise ConfigError(f"routing.shadow: {repeated[0]} is listed twice")
     if config.workers.first_back_off_seconds > config.workers.longest_back_off_seconds:

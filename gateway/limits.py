@@ -1,9 +1,9 @@
 """What a key may still do: requests at a time, requests a minute, tokens a minute, and which models.
 
 A minute's limit is a bucket that fills evenly and holds one minute's worth, so a whole minute may be used at once and
-then goes on at its rate. Tokens are known only at the end: what the prompt is thought to hold is taken when the request
-comes in, and what the replica reports in `usage` is settled when it ends; a bucket may fall into debt that way, and
-opens again when it has made up for it.
+then goes on at its rate. A request enters when its head has come. Tokens are known only at the end: what the prompt is
+thought to hold is reserved when its body has come, and what the replica reports in `usage` is settled when it ends; a
+bucket may fall into debt that way, and opens again when it has made up for it.
 """
 
 from __future__ import annotations
@@ -87,42 +87,60 @@ class Caller:
         self._requests = bucket(self._requests, key.requests_per_minute, now)
         self._tokens = bucket(self._tokens, key.tokens_per_minute, now)
 
-    def enter(self, prompt_tokens: int, now: float) -> Stay:
-        """One more request with so many prompt tokens, as estimated. Raises `OverLimit`, and then has taken nothing."""
-        most, requests, tokens = self.key.concurrent_requests, self._requests, self._tokens
-        if most is not None and self.running >= most:
+    def enter(self, now: float, *, works: bool = True) -> Stay:
+        """One more request. One that only looks at work done before (not `works`) counts as a request and no more: it
+        must get through to what runs and was charged. Raises `OverLimit`, and then has taken nothing."""
+        most, requests, tokens = self.key.concurrent_requests, self._requests, self._tokens if works else None
+        if most is not None and self.running >= most and works:
             raise OverLimit("concurrent_requests", most, BUSY_RETRY_SECONDS)
         if requests is not None and (wait := requests.wait_seconds(1, now)) > 0:
             raise OverLimit("requests_per_minute", requests.per_minute, wait)
-        if tokens is not None:
-            if (wait := tokens.wait_seconds(max(1, prompt_tokens), now)) > 0:
-                raise OverLimit("tokens_per_minute", tokens.per_minute, wait)
-            tokens.take(prompt_tokens, now)
+        if tokens is not None and (wait := tokens.wait_seconds(1, now)) > 0:
+            raise OverLimit("tokens_per_minute", tokens.per_minute, wait)
         if requests is not None:
             requests.take(1, now)
-        self.running += 1
-        return Stay(self, prompt_tokens, requests, tokens)
+        places = 1 if works else 0
+        self.running += places
+        return Stay(self, places, requests, tokens)
 
 
 class Stay:
     """One request that was let in, until `leave`. Leaving twice is harmless."""
 
-    __slots__ = ("_caller", "_requests", "_tokens", "most_tokens", "reserved")
+    __slots__ = ("_caller", "_places", "_requests", "_tokens", "most_tokens", "reserved")
 
-    def __init__(self, caller: Caller, reserved: int, requests: Bucket | None, tokens: Bucket | None) -> None:
+    def __init__(self, caller: Caller, places: int, requests: Bucket | None, tokens: Bucket | None) -> None:
         self._caller: Caller | None = caller
+        self._places = places
         self._requests = requests
         self._tokens = tokens
-        self.reserved = reserved
+        self.reserved = 0
+        """Tokens that its prompt is thought to have."""
         self.most_tokens: int | None = None
         """That its answer may have, where the request says so."""
 
+    @property
+    def is_limited(self) -> bool:
+        """How long it stays, or what it uses, counts for something."""
+        return self._tokens is not None or (
+            self._caller is not None and self._caller.key.concurrent_requests is not None
+        )
+
+    def reserve(self, prompt_tokens: int, now: float) -> None:
+        """Raises `OverLimit`, and then has taken nothing; whoever is refused for it still has to leave."""
+        if self._tokens is not None:
+            if (wait := self._tokens.wait_seconds(max(1, prompt_tokens), now)) > 0:
+                raise OverLimit("tokens_per_minute", self._tokens.per_minute, wait)
+            self._tokens.take(prompt_tokens, now)
+        self.reserved = prompt_tokens
+
     def leave(self, used_tokens: int, now: float, *, refused: bool = False) -> None:
-        """`refused`: the gateway had no room or no replica for it, so it does not count as a request either."""
+        """`refused`: the gateway did not want it, or had no room or no replica, so it does not count as a request
+        either."""
         caller, self._caller = self._caller, None
         if caller is None:
             return
-        caller.running -= 1
+        caller.running -= self._places
         if self._tokens is not None:
             self._tokens.take(used_tokens - self.reserved, now)
         if refused and self._requests is not None:

@@ -7,7 +7,8 @@ settings) stays out; what changes the rendered beginning (`reasoning_effort`, te
 Pictures and sounds enter as a digest. One typed decode finds the slices; the body itself is never changed.
 
 A body that is JSON but not of the expected shape is no error here: it gets no affinity, and the replica judges it. So
-does one that could consist of very many tiny elements: each would become an object a hundred times its size.
+does one that consists of very many tiny elements (`skeleton.py` counts them): each would become an object a hundred
+times its size.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from __future__ import annotations
 import re
 from array import array
 from collections.abc import Iterable
+from dataclasses import dataclass
 from enum import Enum
 
 import msgspec
@@ -28,35 +30,44 @@ from gateway.bodies import (
     decode_any,
     decode_chat,
     decode_completion,
+    decode_id_lists,
     decode_ids,
     decode_items,
     decode_messages,
     decode_named,
     decode_parts,
-    decode_response_ids,
     decode_responses,
+    decode_stored,
     decode_text,
 )
 from gateway.core import blocks
 from gateway.core.model import ReplicaId, RouteRequest, Space
+from gateway.skeleton import skeleton
 
 Part = bytes | Raw
 TURN = b"\x1e"
 FIELD = b"\x1f"
-OPEN_BRACKET, QUOTE, MINUS, ZERO, NINE = b'["-09'
+OPEN_BRACKET, CLOSE_BRACKET, QUOTE, MINUS, ZERO, NINE = b'[]"-09'
 FIRST_ELEMENT = re.compile(rb"\[[ \t\r\n]*([^ \t\r\n])")
 
 MAX_BLOCKS = 8_192
 """Blocks hashed of one prompt: 4 MiB of text, some million tokens. Beyond it a longer match changes no decision."""
 MAX_ELEMENTS = 65_536
-"""Messages, parts and prompts that are looked into, some 30 MB and 30 ms at most. They are not counted but bounded, by
-the brackets in the body, those in texts included: source code of a million tokens has fewer."""
+"""Messages, parts and prompts that are looked into, some 30 MB and 30 ms at most. No conversation has as many; what
+texts hold does not count."""
 MANY_BYTES = 3 * MAX_ELEMENTS
 """A shorter body cannot hold more: `{},` is the shortest element."""
+MAX_TEXTS = 8 * MAX_ELEMENTS
+"""Names and values of so many elements."""
+MAX_COUNTED_BYTES = 16 * 1024 * 1024
+"""Of a larger body what texts hold counts as well: 60 ms are enough, and its texts would be a window of millions."""
+MAX_IDS = 1_048_576
+"""Token ids, 36 bytes each while they are read: as many as `MAX_BLOCKS` hold."""
 MAX_NESTED = 4
 """Depth of content in content; Anthropic's tool results need 2. Each level reads what is inside it once more."""
 MAX_DIGITS = 18
 """Of a number that counts something."""
+NOT_SET = (b"false", b"null")
 MEDIA_KEY_BYTES = 4_000
 """Key bytes that one picture or sound weighs: about 1,000 tokens, what vision models make of a picture."""
 
@@ -136,7 +147,9 @@ def reason(error: Exception) -> str:
 def bound_elements(body: bytes) -> None:
     """Raises `TooMany`. Objects only: an element of another kind is not of the expected shape, and ends the reading."""
     if len(body) > MANY_BYTES and body.count(b"{") > MAX_ELEMENTS:
-        raise TooMany
+        found = skeleton(body, MAX_TEXTS) if len(body) <= MAX_COUNTED_BYTES else None
+        if found is None or found.count(b"{") > MAX_ELEMENTS:
+            raise TooMany
 
 
 def read_chat(body: bytes, block_bytes: int, session: str | None, pinned: ReplicaId | None) -> RouteRequest:
@@ -190,34 +203,34 @@ def add_prompt_list(key: Key, prompt: Raw) -> None:
     found = FIRST_ELEMENT.match(memoryview(prompt))
     assert found is not None  # it is JSON
     first = found[1][0]
-    if first == MINUS or ZERO <= first <= NINE:
-        key.space = Space.TOKENS
-        key.pieces.append(token_bytes(decode_ids(prompt)))
-        return
-    bound_prompts(prompt, first)
-    prompts = decode_any(prompt)
-    if not prompts:
-        return
-    if first == OPEN_BRACKET:
-        ids = [decode_ids(one) for one in prompts]
-        key.space = Space.TOKENS
-        key.pieces.append(token_bytes(ids[0]))
-        key.extra += sum(4 * len(one) for one in ids[1:])
-    elif first == QUOTE:
+    if first == QUOTE:
+        bound_prompts(prompt, MAX_ELEMENTS)
+        prompts = decode_any(prompt)
         key.pieces.append(prompts[0])
         key.extra += sum(memoryview(one).nbytes for one in prompts[1:])
+        return
+    if first == OPEN_BRACKET:
+        bound_prompts(prompt, MAX_IDS)
+        ids = decode_id_lists(prompt)
+    elif first == MINUS or ZERO <= first <= NINE:
+        bound_prompts(prompt, MAX_IDS)
+        ids = [decode_ids(prompt)]
+    elif first == CLOSE_BRACKET:
+        return
     else:
         raise msgspec.ValidationError("neither ids nor texts")
+    key.space = Space.TOKENS
+    key.pieces.append(token_bytes(ids[0]))
+    key.extra += sum(4 * len(one) for one in ids[1:])
 
 
-def bound_prompts(prompt: Raw, first: int) -> None:
-    """Raises `TooMany`. Lists begin with a bracket, texts with a quote that no backslash precedes."""
-    if memoryview(prompt).nbytes <= MANY_BYTES:
-        return
+def bound_prompts(prompt: Raw, most: int) -> None:
+    """Raises `TooMany` for more texts or ids, or more lists of them than are looked into. Commas part them all."""
     source = bytes(prompt)
-    lists = source.count(b"[")
-    texts = source.count(b'"') - source.count(b'\\"')
-    if max(lists, texts) > MAX_ELEMENTS or first not in (OPEN_BRACKET, QUOTE):
+    if len(source) <= MANY_BYTES or (source.count(b",") <= most and source.count(b"[") <= MAX_ELEMENTS):
+        return
+    found = skeleton(source, MAX_TEXTS) if len(source) <= MAX_COUNTED_BYTES else None
+    if found is None or found.count(b",") > most or found.count(b"[") > MAX_ELEMENTS:
         raise TooMany
 
 
@@ -312,14 +325,26 @@ def count(value: Raw) -> int | None:
     return int(source) or None if source.isdigit() and len(source) <= MAX_DIGITS else None
 
 
-def response_ids(body: bytes) -> tuple[str | None, str | None]:
-    """Of a Responses body: the id of the response that it continues, and the id that it wants for its own. Raises
-    `NotJson`."""
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """What a Responses body says of stored responses."""
+
+    continues: str | None = None
+    """Id of the response that it goes on from."""
+    wanted: str | None = None
+    """Id that its own is to have."""
+    background: bool = False
+    """Its answer comes before the work is done. Engines take other values than `true` for that, too."""
+
+
+def stored(body: bytes) -> Stored:
+    """Of a Responses body. Raises `NotJson`."""
     try:
-        ids = decode_response_ids(body)
-        return text(ids.previous_response_id), text(ids.request_id)
+        found = decode_stored(body)
+        background = found.background is not EMPTY and bytes(memoryview(found.background)[:6]) not in NOT_SET
+        return Stored(text(found.previous_response_id), text(found.request_id), background)
     except msgspec.ValidationError:
-        return None, None  # no object
+        return Stored()  # no object
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
         raise NotJson(reason(error)) from error
 

@@ -131,6 +131,7 @@ LOG_RECORDS_LOST = Family("counter", "warmlane_log_records_lost_total", "Log rec
 LOOP_LAG_SECONDS = Family(
     "histogram", "warmlane_loop_lag_seconds", "How late the event loop was, looked at regularly.", (), LAG_BOUNDS
 )
+HELD_BYTES = Family("gauge", "warmlane_held_body_bytes", "Bytes of request bodies now in memory.")
 TASKS = Family("gauge", "warmlane_tasks", "Tasks of the event loop.")
 BUILD = Family("gauge", "warmlane_build_info", "Always 1.", ("version",))
 IN_FLIGHT = Family("gauge", "warmlane_in_flight_requests", "Requests now at replicas.")
@@ -193,6 +194,7 @@ FAMILIES: tuple[Family, ...] = (
     RESPONSE_BYTES,
     LOG_RECORDS_LOST,
     LOOP_LAG_SECONDS,
+    HELD_BYTES,
     TASKS,
     BUILD,
     IN_FLIGHT,
@@ -231,6 +233,7 @@ class Telemetry(Collector):
         log: BinaryIO | None,
         log_blocks: bool = False,
         tasks: Callable[[], int] = lambda: 0,
+        held_bytes: Callable[[], int] = lambda: 0,
         clock: Callable[[], float] = time.monotonic,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
@@ -239,6 +242,7 @@ class Telemetry(Collector):
         self._log = RequestLog(log) if log is not None else None
         self._prefixes = PrefixLog() if log is not None and log_blocks else None
         self._tasks = tasks
+        self._held_bytes = held_bytes
         self._clock = clock
         self._wall_clock = wall_clock
         self._other = ModelSeries(OTHER)
@@ -296,6 +300,12 @@ class Telemetry(Collector):
     def key_refused(self, tenant: str, reason: str) -> None:
         """A request was ruled out by its key; `tenant` is empty when the key was not known."""
         self._key_refusals[self._tenant_label(tenant), reason] += 1
+
+    def tokens_charged(self, tenant: str, prompt: int, completion: int) -> None:
+        """Used by a response that went on after its request had ended."""
+        label = self._tenant_label(tenant)
+        self._tenant_tokens[label, "prompt"] += prompt
+        self._tenant_tokens[label, "completion"] += completion
 
     def _count_sent(self, record: RequestRecord, series: ModelSeries) -> None:
         tenant = (self._tenant_label(record.tenant),)
@@ -438,6 +448,7 @@ class Telemetry(Collector):
         yield _counter(RESPONSE_BYTES, {(): self._response_bytes})
         yield _counter(LOG_RECORDS_LOST, {(): self._log.lost if self._log is not None else 0})
         yield _histogram(LOOP_LAG_SECONDS, {(): self._loop_lag})
+        yield _gauge_family(HELD_BYTES, [((), self._held_bytes())])
         yield _gauge_family(TASKS, [((), self._tasks())])
 
     def _prediction_families(self) -> Iterator[Metric]:

@@ -18,7 +18,7 @@ import pytest
 from gateway.access import Access, configured_access, replica_key, without_credentials
 from gateway.config import Auth, ConfigError, Upstream
 from gateway.forms import only_model
-from gateway.isolation import Isolation
+from gateway.isolation import MAX_NAMES, Isolation, TooManyNames
 from gateway.keys import (
     Key,
     NoKey,
@@ -31,7 +31,7 @@ from gateway.keys import (
     presented,
     read_keys,
 )
-from gateway.limits import Bucket, Caller, OverLimit, guessed_tokens, used_tokens
+from gateway.limits import Bucket, Caller, OverLimit, Stay, guessed_tokens, used_tokens
 from gateway.prompt import NotJson, Shape, parse
 
 CANARY = "wl-canary-0123456789"
@@ -234,15 +234,15 @@ def test_what_a_key_has_running_survives_a_change_of_the_file() -> None:
     clock = Clock()
     access = Access([], clock)
     access.reload(entry(concurrent_requests=1, requests_per_minute=2).encode())
-    stay = access.caller(bearer(CANARY)).enter(0, clock.now)
+    stay = access.caller(bearer(CANARY)).enter(clock.now)
     access.reload(entry("second", concurrent_requests=1, requests_per_minute=2, priority=5).encode())
     caller = access.caller(bearer("second"))
     with pytest.raises(OverLimit, match="concurrent requests, limit 1"):
-        caller.enter(0, clock.now)
+        caller.enter(clock.now)
     stay.leave(0, clock.now)
-    caller.enter(0, clock.now).leave(0, clock.now)
+    caller.enter(clock.now).leave(0, clock.now)
     with pytest.raises(OverLimit, match="requests per minute, limit 2"):
-        caller.enter(0, clock.now)
+        caller.enter(clock.now)
 
 
 # -- limits
@@ -277,43 +277,54 @@ def test_no_window_of_time_gets_more_than_its_share() -> None:
     assert len(taken) >= now / 2, "and nothing that was due was refused"
 
 
+def entered(caller: Caller, prompt_tokens: int, now: float) -> Stay:
+    """One request that was read at once."""
+    stay = caller.enter(now)
+    try:
+        stay.reserve(prompt_tokens, now)
+    except OverLimit:
+        stay.leave(0, now, refused=True)
+        raise
+    return stay
+
+
 def test_concurrent_requests_are_counted_from_entering_to_leaving() -> None:
     caller = Caller(key(concurrent_requests=2), 0.0)
-    first, second = caller.enter(0, 0.0), caller.enter(0, 0.0)
+    first, second = caller.enter(0.0), caller.enter(0.0)
     with pytest.raises(OverLimit) as caught:
-        caller.enter(0, 0.0)
+        caller.enter(0.0)
     assert (caught.value.reason, caught.value.retry_after) == ("concurrent_requests", 1.0)
     first.leave(0, 1.0)
     first.leave(0, 1.0)
-    caller.enter(0, 1.0)
+    caller.enter(1.0)
     with pytest.raises(OverLimit):
-        caller.enter(0, 1.0)
+        caller.enter(1.0)
     second.leave(0, 1.0)
     assert caller.running == 1
 
 
 def test_tokens_are_taken_as_estimated_and_settled_as_used() -> None:
     caller = Caller(key(tokens_per_minute=600), 0.0)
-    stay = caller.enter(500, 0.0)
+    stay = entered(caller, 500, 0.0)
     with pytest.raises(OverLimit) as caught:
-        caller.enter(200, 0.0)
+        entered(caller, 200, 0.0)
     assert caught.value.reason == "tokens_per_minute"
     assert caught.value.retry_after == pytest.approx(10.0)
     stay.leave(100, 0.0)
-    caller.enter(500, 0.0).leave(1_000, 0.0)
+    entered(caller, 500, 0.0).leave(1_000, 0.0)
     with pytest.raises(OverLimit) as caught:
-        caller.enter(0, 0.0)
+        caller.enter(0.0)
     assert caught.value.retry_after == pytest.approx(50.1), "a debt of 500 and one token"
-    caller.enter(0, 50.2)
+    caller.enter(50.2)
 
 
 def test_what_is_refused_takes_nothing() -> None:
     caller = Caller(key(requests_per_minute=2, tokens_per_minute=10), 0.0)
-    caller.enter(10, 0.0)
+    entered(caller, 10, 0.0)
     for _ in range(5):
         with pytest.raises(OverLimit, match="tokens"):
-            caller.enter(10, 0.0)
-    caller.enter(10, 60.0)
+            entered(caller, 10, 0.0)
+    entered(caller, 10, 60.0)
     assert caller.running == 2
 
 
@@ -343,10 +354,10 @@ def test_guessed_tokens(most: int | None, streamed: bool, answer_bytes: int, tok
 def test_a_request_that_was_refused_later_is_given_back() -> None:
     caller = Caller(key(requests_per_minute=1), 0.0)
     for _ in range(3):
-        caller.enter(0, 0.0).leave(0, 0.0, refused=True)
-    caller.enter(0, 0.0).leave(0, 0.0)
+        caller.enter(0.0).leave(0, 0.0, refused=True)
+    caller.enter(0.0).leave(0, 0.0)
     with pytest.raises(OverLimit, match="requests"):
-        caller.enter(0, 0.0)
+        caller.enter(0.0)
 
 
 # -- tenants of their own
@@ -393,6 +404,34 @@ def test_no_spelling_keeps_a_salt_of_the_clients(body: bytes) -> None:
 def test_what_cannot_be_salted_is_refused(body: bytes) -> None:
     with pytest.raises(NotJson):
         Isolation(b"s").salted(body, "acme")
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b'{%b"model":"m"}' % b"".join(b'"%x":0,' % number for number in range(MAX_NAMES)),
+        b'{"a":{%b"model":"m"}}' % (b'"":0,' * MAX_NAMES),
+        b'{"a":[%b""],"text":"%b"}' % (b'"",' * 2 * MAX_NAMES, b":" * MAX_NAMES),
+    ],
+)
+def test_a_body_of_very_many_names_is_refused_before_they_are_read(
+    monkeypatch: pytest.MonkeyPatch, body: bytes
+) -> None:
+    """Each would become a text and an entry: 281 MiB for 1.2 million of them."""
+
+    def refuse_to_decode(source: bytes) -> None:
+        raise AssertionError("one object for each name")
+
+    monkeypatch.setattr("gateway.isolation.decode_object", refuse_to_decode)
+    with pytest.raises(TooManyNames):
+        Isolation(b"s").salted(body, "acme")
+
+
+def test_many_colons_in_texts_and_many_messages_are_salted() -> None:
+    messages = [{"role": "user", "content": '10:30:00 {"a": 1}' * 10}] * 60_000
+    salted = json.loads(Isolation(b"s").salted(json.dumps({"model": "m", "messages": messages}).encode(), "acme"))
+    assert salted["messages"] == messages
+    assert len(salted["cache_salt"]) == 64
 
 
 @pytest.mark.parametrize("body", [b"[]", b'"x"', b"null", b" [1]"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import msgspec
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 
 from gateway.core.model import RouteRequest, Space
 from gateway.prompt import MEDIA_KEY_BYTES, NotJson, Shape, parse
+from gateway.skeleton import skeleton
 
 BLOCK = 64
 LONG = "All work and no play makes a long system prompt. " * 20
@@ -196,11 +198,16 @@ MANY = 70_000
         (Shape.COMPLETION, b'{"model":"m","prompt":[%b[1]]}' % (b"[1]," * MANY)),
         (Shape.COMPLETION, b'{"model":"m","prompt":[ %b""]}' % (b'"" , ' * MANY)),
         (Shape.COMPLETION, b'{"model":"m","prompt":[%b""]}' % (b'"\\\\",' * MANY)),
+        (Shape.COMPLETION, b'{"model":"m","prompt":["", %b1]}' % (b"1," * 2 * MANY)),
+        (Shape.COMPLETION, b'{"model":"m","prompt":[%b1]}' % (b"1," * 16 * MANY)),
+        (Shape.COMPLETION, b'{"model":"m","prompt":[[1],%b1]}' % (b"1," * 16 * MANY)),
+        (Shape.CHAT, b'{"model":"m","messages":[],"x":[%b""],"text":"%b"}' % (b'"",' * 8 * MANY, b"{" * MANY)),
         (Shape.COMPLETION, b'{"model":"m","prompt":[%b null]}' % (b"null," * MANY)),
     ],
 )
 def test_too_many_elements_are_not_looked_into(monkeypatch: pytest.MonkeyPatch, shape: Shape, body: bytes) -> None:
-    for name in ("decode_chat", "decode_messages", "decode_responses", "decode_parts", "decode_items", "decode_any"):
+    decoders = ["chat", "messages", "responses", "parts", "items", "any", "ids", "id_lists"]
+    for name in (f"decode_{one}" for one in decoders):
         monkeypatch.setattr(f"gateway.prompt.{name}", refuse_to_decode)
     request = read(body, shape)
     assert (request.model, request.length) == ("m", len(body))
@@ -209,6 +216,42 @@ def test_too_many_elements_are_not_looked_into(monkeypatch: pytest.MonkeyPatch, 
 
 def refuse_to_decode(source: Any) -> None:
     raise AssertionError("one object for each element")
+
+
+@pytest.mark.parametrize("ends", ["", "\\", '"', '\\"', "{", "\n"])
+def test_what_texts_hold_is_no_element(ends: str) -> None:
+    """Agents send files and answers of tools: a megabyte of JSON in a text has more brackets than any conversation."""
+    rows = '{"a":[1]},' * MANY + ends
+    whole, before = read(chat(LONG, rows, LONG, rows)), read(chat(LONG, rows))
+    assert shared(whole, before) == len(before.blocks) > 5_000
+    batch = read({"model": "m", "prompt": [rows, rows, ends]}, Shape.COMPLETION)
+    assert len(batch.blocks) > 5_000
+    ids = read({"model": "m", "prompt": [[1, 2]] + [[3]] * 100}, Shape.COMPLETION)
+    assert (ids.space, ids.length) == (Space.TOKENS, 4 * 102)
+
+
+@given(JSON)
+@settings(max_examples=500, suppress_health_check=[HealthCheck.too_slow], deadline=None)
+def test_a_skeleton_has_the_structure_and_nothing_of_the_texts(value: Any) -> None:
+    source = msgspec.json.encode(value)
+
+    def counted(one: Any) -> Counter[str]:
+        match one:
+            case str():
+                return Counter('"')
+            case list():
+                return sum(map(counted, one), Counter({"[": 1, ",": max(0, len(one) - 1)}))
+            case dict():
+                own = Counter({"{": 1, ",": max(0, len(one) - 1), ":": len(one), '"': len(one)})
+                return sum(map(counted, one.values()), own)
+            case _:
+                return Counter()
+
+    expected = counted(value)
+    found = skeleton(source, expected['"'])
+    assert found is not None
+    assert Counter(found.decode()) == +expected
+    assert not expected['"'] or skeleton(source, expected['"'] - 1) is None
 
 
 @pytest.mark.parametrize("field", ["model", "stream", "user", "n", "max_tokens", "cache_salt", "prompt_cache_key"])

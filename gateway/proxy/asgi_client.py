@@ -13,10 +13,12 @@ from typing import Any
 
 from gateway.keys import Denied, NoKey
 from gateway.limits import Caller
+from gateway.proxy.call import Call
 from gateway.proxy.endpoints import ENDPOINTS, NOWHERE, Endpoint, stored_response
-from gateway.proxy.errors import BodyTooLarge, ErrorAnswer, NotFound, answer
+from gateway.proxy.errors import BodiesFull, BodyTooLarge, ErrorAnswer, NotFound, answer
 from gateway.proxy.exchange import Exchange
-from gateway.proxy.front_door import Call, FrontDoor
+from gateway.proxy.front_door import FrontDoor
+from gateway.proxy.incoming import IncomingBody
 from gateway.proxy.upstream import Connection, Header
 
 Message = MutableMapping[str, Any]
@@ -26,7 +28,6 @@ Send = Callable[[Message], Awaitable[None]]
 HIGH_WATER_BYTES = 4096
 """Unsent bytes above which the replica is read no further, as on the fast way."""
 
-BODY_HEADERS = frozenset((b"content-length", b"transfer-encoding"))
 LINGER_SECONDS = 2.0
 """How long a body that is too large is read and thrown away behind its answer."""
 
@@ -100,28 +101,49 @@ async def serve(door: FrontDoor, scope: Message, receive: Receive, send: Send) -
     if caller is None and door.access is not None:
         await refuse(door, NoKey(), scope, receive, send)
         return
-    try:
-        body = await read_body(scope, receive, door.server.max_body_mib * 2**20)
-    except BodyTooLarge as error:
-        refusal = answer(error, anthropic=endpoint.anthropic)
-        door.note_unread(endpoint, headers, 0, refusal)
-        await send_answer(send, refusal, before_end=discard_body(scope, receive, unread=error.unread))
-        return
-    except ClientLeft:
-        door.note_unread(endpoint, headers, 0)
+    stay = door.arrive(endpoint, announced_length(headers), caller, waits=waits(headers))
+    if isinstance(stay, ErrorAnswer):
+        door.note_unread(endpoint, headers, 0, stay, caller)
+        await refuse_unread(send, stay, scope, receive, unread=True)
         return
     call = Call(
         method=method,
         target=path + b"?" + query if query else path,
         endpoint=endpoint,
         headers=headers,
-        body=body,
-        received_at=door.clock(),
+        body=b"",
+        received_at=0.0,
         response_id=response_id,
         caller=caller,
+        stay=stay,
+        budget=door.bodies,
     )
-    del body  # the call has it, as long as it may have to be sent again
-    await exchange(door, call, receive, send)
+    if await read_into(call, door, scope, receive, send):
+        await exchange(door, call, receive, send)
+
+
+async def read_into(call: Call, door: FrontDoor, scope: Message, receive: Receive, send: Send) -> bool:
+    """The call's body. `False`: it ends here, and whatever it held is given back."""
+    incoming = IncomingBody(door.bodies)
+    refusal: ErrorAnswer | None = None
+    try:
+        await read_whole(incoming, receive, door.server.max_body_mib * 2**20)
+        call.held, call.body, call.received_at = incoming.size, incoming.take(), door.clock()
+        return True
+    except (BodyTooLarge, BodiesFull) as error:
+        refusal = answer(error, anthropic=call.endpoint.anthropic)
+    except ClientLeft:
+        pass
+    except asyncio.CancelledError:
+        incoming.drop()
+        call.drop(door.clock())
+        raise
+    door.note_unread(call.endpoint, call.headers, incoming.size, refusal, call.caller)
+    incoming.drop()
+    call.drop(door.clock(), refused=refusal is not None)
+    if refusal is not None:
+        await refuse_unread(send, refusal, scope, receive)
+    return False
 
 
 async def exchange(door: FrontDoor, call: Call, receive: Receive, send: Send) -> None:
@@ -143,30 +165,49 @@ async def exchange(door: FrontDoor, call: Call, receive: Receive, send: Send) ->
         await asyncio.gather(leaving, pumping, return_exceptions=True)
 
 
-async def read_body(scope: Message, receive: Receive, limit: int) -> bytes:
-    """The whole body. Raises `BodyTooLarge` before anything is read when its length is announced, and `ClientLeft`."""
-    for name, value in scope["headers"]:
-        if name == b"content-length" and int(value) > limit:
-            raise BodyTooLarge(limit, unread=True)
-    parts: list[bytes] = []
-    size = 0
+async def read_whole(incoming: IncomingBody, receive: Receive, limit: int) -> None:
+    """The whole body. Raises `BodyTooLarge`, `BodiesFull` and `ClientLeft`; what came is then still in `incoming`."""
     while True:
         message = await receive()
         if message["type"] == "http.disconnect":
             raise ClientLeft
-        part = message.get("body", b"")
-        size += len(part)
-        if size > limit:
+        if part := message.get("body", b""):
+            incoming.keep(part)
+        if incoming.size > limit:
             raise BodyTooLarge(limit)
-        parts.append(part)
+        if not incoming.fits():
+            raise BodiesFull
         if not message.get("more_body", False):
-            return b"".join(parts)
+            return
+
+
+def announced_length(headers: list[Header]) -> int | None:
+    """Of the body; `None` when it comes in chunks."""
+    length: int | None = 0
+    for name, value in headers:
+        if name == b"content-length":
+            return int(value)
+        if name == b"transfer-encoding":
+            length = None
+    return length
+
+
+def waits(headers: list[Header]) -> bool:
+    """The client sends the body only when it is told to."""
+    return any(name == b"expect" for name, _ in headers)
+
+
+async def refuse_unread(
+    send: Send, refusal: ErrorAnswer, scope: Message, receive: Receive, *, unread: bool = False
+) -> None:
+    """The answer first, then an end to a body that is not wanted. `unread`: nothing of it has been."""
+    await send_answer(send, refusal, before_end=discard_body(scope, receive, unread=unread))
 
 
 async def discard_body(scope: Message, receive: Receive, *, unread: bool) -> None:
     """Let a client that is still sending come to its end, for a while: one that is cut off may lose the answer.
     One that waits to be told to begin is not sending."""
-    if unread and any(name == b"expect" for name, _ in scope["headers"]):
+    if unread and waits(scope["headers"]):
         return
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(LINGER_SECONDS):
@@ -182,8 +223,10 @@ async def refuse(door: FrontDoor, error: Denied, scope: Message, receive: Receiv
     refusal = answer(error, anthropic=endpoint.anthropic)
     door.telemetry.key_refused("", error.reason)
     door.note_unread(endpoint, headers, 0, refusal)
-    has_body = any(name in BODY_HEADERS and value != b"0" for name, value in headers)
-    await send_answer(send, refusal, before_end=discard_body(scope, receive, unread=True) if has_body else None)
+    if announced_length(headers) == 0:
+        await send_answer(send, refusal)
+    else:
+        await refuse_unread(send, refusal, scope, receive, unread=True)
 
 
 def served_by(method: bytes, path: bytes) -> tuple[Endpoint, str | None]:

@@ -22,6 +22,11 @@ class Endpoint:
     """Safe to send to another replica when the first was lost before it answered."""
 
     @property
+    def works(self) -> bool:
+        """The replica has something to compute; else it shows or ends what it has."""
+        return self.shape is not Shape.NONE
+
+    @property
     def anthropic(self) -> bool:
         return self.path.startswith("/v1/messages")
 

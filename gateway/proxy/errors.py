@@ -12,12 +12,12 @@ from __future__ import annotations
 
 import http
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import msgspec
 
 from gateway.core.model import NoReplica, Outcome, OwnerGone, RoutingError, UnknownModel
-from gateway.isolation import CannotSalt
+from gateway.isolation import CannotSalt, TooManyNames
 from gateway.keys import NoKey, WrongKey
 from gateway.limits import ModelNotAllowed, OverLimit
 
@@ -27,10 +27,15 @@ class BadBody(Exception):
 
 
 class BodyTooLarge(Exception):
-    def __init__(self, limit_bytes: int, *, unread: bool = False) -> None:
+    def __init__(self, limit_bytes: int) -> None:
         super().__init__(f"The request body is larger than this gateway accepts ({limit_bytes // 2**20} MiB).")
-        self.unread = unread
-        """Its length was announced: nothing of it was read."""
+
+
+class BodiesFull(Exception):
+    """`[server] max_bodies_mib` are in memory."""
+
+    def __init__(self) -> None:
+        super().__init__("The gateway holds as much of request bodies as it may. Please retry later.")
 
 
 class BadHead(Exception):
@@ -155,6 +160,7 @@ class Blame:
 BLAME: dict[type[Exception], Blame] = {
     BadBody: Blame(400, "invalid_request_error", "invalid_json"),
     BodyTooLarge: Blame(413, "invalid_request_error", "request_too_large"),
+    BodiesFull: Blame(503, "service_unavailable_error", "too_many_bodies"),
     AdminKeyRequired: Blame(401, "invalid_request_error", "invalid_api_key"),
     BadHead: Blame(400, "invalid_request_error", "bad_request"),
     BadVersion: Blame(505, "invalid_request_error", "http_version"),
@@ -162,6 +168,7 @@ BLAME: dict[type[Exception], Blame] = {
     TooManyConnections: Blame(503, "service_unavailable_error", "too_many_connections"),
     OutOfSockets: Blame(503, "service_unavailable_error", "out_of_sockets"),
     CannotSalt: Blame(415, "invalid_request_error", "encoded_body"),
+    TooManyNames: Blame(400, "invalid_request_error", "too_many_names"),
     NoKey: Blame(401, "invalid_request_error", "invalid_api_key"),
     WrongKey: Blame(401, "invalid_request_error", "invalid_api_key"),
     ModelNotAllowed: Blame(403, "permission_error", "model_not_allowed"),
@@ -186,6 +193,9 @@ BLAME: dict[type[Exception], Blame] = {
 # Errors that a handler may translate; anything else is a bug and stays one.
 KNOWN: tuple[type[Exception], ...] = (*BLAME, RoutingError, UpstreamError)
 
+NO_ROOM = (NoReplica, Overloaded, OverLimit, OutOfSockets, BodiesFull)
+"""Not the request's fault: it may come again."""
+
 # What Anthropic's SDK expects in `error.type`, by status.
 ANTHROPIC_TYPE = {
     400: "invalid_request_error",
@@ -205,6 +215,8 @@ class ErrorAnswer:
     code: str
     headers: list[tuple[bytes, bytes]]
     body: bytes
+    outcome: Outcome = Outcome.REJECTED
+    """Of the request that gets it."""
 
     def closing(self) -> bytes:
         """As bytes for a connection that ends with it."""
@@ -223,7 +235,7 @@ def answer(error: Exception, *, anthropic: bool = False) -> ErrorAnswer:
         found.headers.append((b"www-authenticate", b"Bearer"))
     if retry_after is not None:
         found.headers.append((b"retry-after", b"%d" % max(1, math.ceil(retry_after))))
-    return found
+    return replace(found, outcome=outcome_of(error))
 
 
 def refusal(blame: Blame, message: str, *, anthropic: bool = False) -> ErrorAnswer:
@@ -246,7 +258,7 @@ def outcome_of(error: Exception) -> Outcome:
         return Outcome.FAILED
     if isinstance(error, Stopping):
         return Outcome.STOPPED
-    return Outcome.REFUSED if isinstance(error, NoReplica | Overloaded | OverLimit | OutOfSockets) else Outcome.REJECTED
+    return Outcome.REFUSED if isinstance(error, NO_ROOM) else Outcome.REJECTED
 
 
 def error_body(blame: Blame, message: str, *, anthropic: bool = False) -> bytes:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+from gateway.proxy.call import Call
 from gateway.proxy.relay import HOP_BY_HOP, connection_tokens
 from gateway.proxy.upstream import Header
 
@@ -26,6 +27,18 @@ class Forwarding:
     """The body is compressed."""
     timeout: float | None = None
     """Seconds that the client gives the whole request."""
+
+
+def request_head(call: Call, host: bytes, lines: bytes, request_id: bytes) -> bytes:
+    """The request line and headers for the replica."""
+    return b"%b %b HTTP/1.1\r\nhost: %b\r\n%bx-request-id: %b\r\n%b\r\n" % (
+        call.method,
+        call.target,
+        host,
+        lines,
+        request_id,
+        b"content-length: %d\r\n" % len(call.body) if call.body or call.method != b"GET" else b"",
+    )
 
 
 def read_headers(headers: list[Header]) -> Forwarding:

@@ -19,7 +19,7 @@ import re
 import secrets
 import ssl
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from gateway import prompt
 from gateway.access import Access, without_credentials
@@ -29,13 +29,17 @@ from gateway.core.flight import Flight
 from gateway.core.model import Outcome, ReplicaId, RouteRequest, RoutingError, Usage
 from gateway.core.router import Router
 from gateway.keys import Denied
-from gateway.limits import Caller
+from gateway.limits import Caller, OverLimit, Stay
 from gateway.prompt import Shape
 from gateway.proxy import keyed
+from gateway.proxy.body_budget import BodyBudget
+from gateway.proxy.call import Call
 from gateway.proxy.endpoints import Endpoint
 from gateway.proxy.errors import (
     KNOWN,
     BadBody,
+    BodiesFull,
+    BodyTooLarge,
     ConnectFailed,
     ConnectionLost,
     DeadlineExceeded,
@@ -50,13 +54,13 @@ from gateway.proxy.errors import (
     code_of,
     outcome_of,
 )
-from gateway.proxy.exchange import Completion, Exchange
-from gateway.proxy.forwarding import Forwarding, read_headers
+from gateway.proxy.exchange import Completion
+from gateway.proxy.forwarding import Forwarding, read_headers, request_head
 from gateway.proxy.gate import Gate
 from gateway.proxy.places import Places
 from gateway.proxy.relay import Client, Relay
 from gateway.proxy.replays import Replays
-from gateway.proxy.upstream import Connection, Header, Upstream
+from gateway.proxy.upstream import JOIN_BELOW_BYTES, Connection, Header, Upstream
 from gateway.telemetry import RequestRecord, Telemetry
 
 COUNTED = frozenset((Shape.CHAT, Shape.COMPLETION))
@@ -70,36 +74,10 @@ REPLAY_CAUSES: dict[type[UpstreamError], str] = {
     EngineDraining: "draining",
 }
 """Why a request was sent once more, as metrics call it; `kept`: to the same replica, in place of a dead connection."""
+SMALL_BYTES = JOIN_BELOW_BYTES
+"""A body that is read even where its key is over its limit."""
 SWEEP_SECONDS = 0.25
 """Period of the deadline sweep over upstream connections: deadlines are exact to this."""
-
-
-@dataclass(slots=True)
-class Call:
-    """One client request as it came."""
-
-    method: bytes
-    target: bytes
-    """Path and query exactly as received; exactly this is forwarded."""
-    endpoint: Endpoint
-    headers: list[Header]
-    """Names in lower case, order and repetition kept."""
-    body: bytes
-    received_at: float
-    response_id: str | None = None
-    """Id in the path of a stored response."""
-    keep_alive: bool = True
-    """The client will send more on this connection."""
-    http_1_0: bool = False
-    """The client does not understand chunked bodies."""
-    exchange: Exchange | None = None
-    """Who serves it: set by who starts it, for the deadline."""
-    overdue: bool = False
-    """Its deadline has passed, and cancelled the exchange."""
-    caller: Caller | None = None
-    """Whose key it came with; `None` while nobody is asked for one."""
-    lost: UpstreamError | None = None
-    """How it was first lost unanswered, perhaps by a replica that had begun with it: once more is all it gets."""
 
 
 class FrontDoor:
@@ -126,6 +104,8 @@ class FrontDoor:
         self.gate = Gate(router, clock, loop)
         self.places = Places(server.max_connections)
         self.replays = Replays(lambda: router.in_flight)
+        self._max_body = server.max_body_mib * 2**20
+        self.bodies = BodyBudget(server.max_bodies_mib * 2**20)
         self.draining = False
         """The gateway is about to leave: clients are asked to open no further request on their connections."""
         self.stopping = False
@@ -141,6 +121,8 @@ class FrontDoor:
         self._block_bytes = block_bytes
         self.on_prompt: Callable[[ReplicaId, RouteRequest, bytes], None] | None = None
         """Hears of each prompt whose body is plain text as soon as it is known where it goes."""
+        self.background: keyed.Background | None = None
+        """Who sees to the limits of what goes on behind its answer."""
         self._id_prefix = secrets.token_hex(6)
         self._id_count = itertools.count(1)
 
@@ -150,7 +132,7 @@ class FrontDoor:
             call.headers = without_credentials(call.headers)
         forwarding = read_headers(call.headers)
         record = self._record(call, forwarding)
-        ticket = timer = stay = None
+        ticket = timer = None
         if forwarding.timeout is not None or self._upstream_config.deadline_seconds is not None:
             timer = self._set_deadline(call, forwarding.timeout)
         try:
@@ -158,7 +140,8 @@ class FrontDoor:
             record.model = request.model or ""
             self.telemetry.request_read(record, request)
             if call.caller is not None:
-                stay = keyed.enter(call.caller, request, self.clock())
+                call.stay = call.stay or call.caller.enter(self.clock(), works=call.endpoint.works)
+                keyed.reserve(call.stay, request, self.clock())
             self.replays.earn()
             came = self.clock()
             ticket = await self.gate.enter(request)
@@ -171,7 +154,7 @@ class FrontDoor:
                 raise
             self._refuse(client, call, DeadlineExceeded("The request was not finished in its time."), record)
         except KNOWN as error:
-            self._refuse(client, call, honest(call, error), record)
+            self._refuse(client, call, call.honest(error), record)
         except Exception:  # a bug: reported where exchanges end, but this client must not wait for ever
             record.outcome = Outcome.FAILED.value
             client.abort()
@@ -182,9 +165,11 @@ class FrontDoor:
             call.exchange = call.lost = None
             if ticket is not None:
                 self.gate.leave(ticket)
-            if stay is not None:
-                now = self.clock()
-                keyed.settle(stay, record, call.endpoint.shape, now - call.received_at, now)
+            call.let_go()
+            if call.stay is not None:
+                self._settle(call, call.stay, record)
+            if call.response_id is not None and self.background is not None:
+                self.background.look(call.response_id)
             record.duration_seconds = self.clock() - call.received_at
             self.telemetry.request_ended(record)
 
@@ -196,6 +181,35 @@ class FrontDoor:
         except Denied as error:
             self.telemetry.key_refused("", error.reason)
             return answer(error, anthropic=endpoint.anthropic)
+
+    def arrive(
+        self, endpoint: Endpoint, length: int | None, caller: Caller | None, *, waits: bool
+    ) -> Stay | ErrorAnswer | None:
+        """A request's head has come, its body not yet: its place within the limits of its key, or why its body need not
+        come. `length`: as announced, `None` when it is not; `caller`: `None` when limits are not to be asked now;
+        `waits`: the client sends the body only when it is told to. Where there is no place, but the body is so small
+        that reading it costs less than another connection, the answer is `None`, and it is asked again then."""
+        if length is not None and length > self._max_body:
+            return answer(BodyTooLarge(self._max_body), anthropic=endpoint.anthropic)
+        if not self.bodies.has_room(length or 0):
+            return answer(BodiesFull(), anthropic=endpoint.anthropic)
+        if caller is None:
+            return None
+        try:
+            return caller.enter(self.clock(), works=endpoint.works)
+        except OverLimit as error:
+            if length is not None and length < SMALL_BYTES and not waits:
+                return None
+            self.telemetry.key_refused(caller.key.tenant, error.reason)
+            return answer(error, anthropic=endpoint.anthropic)
+
+    def _settle(self, call: Call, stay: Stay, record: RequestRecord) -> None:
+        """The key's limits: what it used, or who will say so."""
+        now = self.clock()
+        if call.made is not None and self.background is not None and stay.is_limited and keyed.goes_on(call, record):
+            self.background.follow(stay, record.tenant, ReplicaId(record.replica), call.made)
+        else:
+            keyed.settle(stay, record, call, now - call.received_at, now)
 
     def read(self, call: Call, forwarding: Forwarding) -> RouteRequest:
         """Body and headers -> what the core needs to know. Raises `BadBody`, and what the key does not allow."""
@@ -209,9 +223,10 @@ class FrontDoor:
         return replace(request, tenant=key.tenant, priority=key.priority)
 
     def _read(self, call: Call, forwarding: Forwarding) -> RouteRequest:
-        if forwarding.encoded:
-            return RouteRequest(length=len(call.body))  # passed as it is, without affinity
         shape = call.endpoint.shape
+        if forwarding.encoded:
+            call.background = shape is Shape.RESPONSES  # for all that can be seen
+            return RouteRequest(length=len(call.body))  # passed as it is, without affinity
         try:
             pinned = self._pinned(call)
             return prompt.parse(
@@ -224,7 +239,9 @@ class FrontDoor:
         """Who keeps the stored response that the call is about. Raises `NotFound` for what is another tenant's."""
         owned, wanted = call.response_id, None
         if owned is None and call.endpoint.shape is Shape.RESPONSES:
-            owned, wanted = prompt.response_ids(call.body)
+            stored = prompt.stored(call.body)
+            owned, wanted = stored.continues, stored.wanted
+            call.background, call.made = stored.background, wanted
         if call.caller is not None:
             for named in (owned, wanted):
                 if named is not None and self.router.is_foreign(named, call.caller.key.tenant):
@@ -403,7 +420,7 @@ class FrontDoor:
     def _set_deadline(self, call: Call, timeout: float | None) -> asyncio.TimerHandle:
         """The earlier of the client's and the configured one ends the request, in whatever phase it is."""
         given = [seconds for seconds in (timeout, self._upstream_config.deadline_seconds) if seconds is not None]
-        return self._loop.call_later(max(0.0, min(given) - (self.clock() - call.received_at)), end_overdue, call)
+        return self._loop.call_later(max(0.0, min(given) - (self.clock() - call.received_at)), call.end_overdue)
 
     def _cancelled(self, call: Call) -> Outcome:
         """Why the exchange was cancelled."""
@@ -414,18 +431,25 @@ class FrontDoor:
     # -- records and refusals
 
     def note_unread(
-        self, endpoint: Endpoint, headers: list[Header], body_bytes: int, refusal: ErrorAnswer | None = None
+        self,
+        endpoint: Endpoint,
+        headers: list[Header],
+        body_bytes: int,
+        refusal: ErrorAnswer | None = None,
+        caller: Caller | None = None,
     ) -> None:
         """The one record of a request whose head was read and that never became a call: refused while its body came, or
         left by its client (no `refusal`)."""
         record = RequestRecord(
             request_id=self._request_id(next((value for name, value in headers if name == b"x-request-id"), None)),
             route=endpoint.path,
-            outcome=Outcome.CLIENT_LEFT.value if refusal is None else Outcome.REJECTED.value,
+            outcome=Outcome.CLIENT_LEFT.value,
             request_bytes=body_bytes,
         )
         if refusal is not None:
-            record.status, record.error = refusal.status, refusal.code
+            record.status, record.error, record.outcome = refusal.status, refusal.code, refusal.outcome.value
+        if caller is not None:
+            record.key, record.tenant = caller.key.name, caller.key.tenant
         self.telemetry.request_ended(record)
 
     def _record(self, call: Call, forwarding: Forwarding) -> RequestRecord:
@@ -468,30 +492,6 @@ def note_answer(record: RequestRecord, relay: Relay, call: Call) -> None:
     record.status = relay.sent_status
     record.stream = relay.streaming
     record.response_bytes = relay.response_bytes
+    call.made = relay.response_id or call.made
     if relay.first_token_at is not None:
         record.ttft_seconds = relay.first_token_at - call.received_at
-
-
-def end_overdue(call: Call) -> None:
-    """The deadline of the call has passed."""
-    if call.exchange is not None:
-        call.overdue = True
-        call.exchange.cancel()
-
-
-def honest(call: Call, error: Exception) -> Exception:
-    """What the client is told. That nobody else could be asked must not hide that the request may have been begun."""
-    begun = isinstance(error, UpstreamError) and error.executed
-    return error if begun or call.lost is None else call.lost
-
-
-def request_head(call: Call, host: bytes, lines: bytes, request_id: bytes) -> bytes:
-    """The request line and headers for the replica."""
-    return b"%b %b HTTP/1.1\r\nhost: %b\r\n%bx-request-id: %b\r\n%b\r\n" % (
-        call.method,
-        call.target,
-        host,
-        lines,
-        request_id,
-        b"content-length: %d\r\n" % len(call.body) if call.body or call.method != b"GET" else b"",
-    )

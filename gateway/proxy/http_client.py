@@ -8,7 +8,7 @@ inference requests on it take the plain ASGI way (`asgi_client.py`), which answe
 uvicorn's `http` setting, `server_state.connections`, and a `shutdown()` method; the tests of this folder hold them.
 
 State of a connection: reading a request -> answering (pipelined requests queue behind) -> idle -> ... -> closed.
-Deadlines are fields that one sweep checks.
+Deadlines are fields that one sweep checks (`sweep.py`).
 """
 
 from __future__ import annotations
@@ -24,25 +24,31 @@ from uvicorn.config import Config
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
 
-from gateway.limits import Caller
+from gateway.limits import Caller, Stay
+from gateway.proxy.answer_framing import AnswerFraming
+from gateway.proxy.call import Call
 from gateway.proxy.control_connection import LINGER_SECONDS, WRITE_HIGH_BYTES, ControlConnection, head_without_offer
 from gateway.proxy.endpoints import ENDPOINTS, Endpoint
-from gateway.proxy.errors import BadHead, BodyTooLarge, ErrorAnswer, HeadTooLarge, TooManyConnections, answer
+from gateway.proxy.errors import (
+    BadHead,
+    BodiesFull,
+    BodyTooLarge,
+    ErrorAnswer,
+    HeadTooLarge,
+    TooManyConnections,
+    answer,
+)
 from gateway.proxy.exchange import Exchange
-from gateway.proxy.front_door import Call, FrontDoor
+from gateway.proxy.front_door import FrontDoor
+from gateway.proxy.incoming import IncomingBody
 from gateway.proxy.places import is_room
-from gateway.proxy.relay import status_line
 from gateway.proxy.request_head import MAX_BARREN_BYTES, MAX_HEAD_BYTES, MAX_HEADERS, read_framing
 from gateway.proxy.upstream import JOIN_BELOW_BYTES, Connection, Header
 
-MAX_PARTS = 1024
-"""Pieces of a body kept as they came; from there on they are joined at once. A hostile client sends a byte a chunk, and
-each piece weighs forty."""
 MAX_PIPELINED = 16
 """Requests read ahead of the one being answered; reading pauses above this."""
 MAX_PIPELINED_BYTES = 1024 * 1024
 """Bodies of theirs, or sixteen of the largest would wait in memory for each connection."""
-SWEEP_SECONDS = 1.0
 
 
 class ClientConnection(asyncio.Protocol):
@@ -78,9 +84,8 @@ class ClientConnection(asyncio.Protocol):
         self._headers: list[Header] = []
         self._endpoint: Endpoint | None = None
         self._caller: Caller | None = None
-        self._parts: list[bytes] = []
-        self._tail = bytearray()
-        self._body_bytes = 0
+        self._stay: Stay | None = None
+        self._body = IncomingBody(door.bodies)
         self._length = 0
         """Announced length of the body."""
         self._bulk_left = 0
@@ -92,11 +97,11 @@ class ClientConnection(asyncio.Protocol):
         self._exchange: Exchange | None = None
         self._serving = False
         self._upstream: Connection | None = None
-        self._out = b""
+        self._framing = AnswerFraming()
         self._full = False
         self._unsent = 0
         """Bytes that the client had not taken when it was last looked at."""
-        self._chunked = self._http_1_0 = False
+        self._http_1_0 = False
         self._keep_alive = True
         self._paused = self._closing = False
 
@@ -119,7 +124,9 @@ class ClientConnection(asyncio.Protocol):
         self._server_state.connections.discard(cast(HttpToolsProtocol, self))
         self._door.places.wake(self._transport)
         self._note_unread()
-        self._calls.clear()
+        self._forget_unread()
+        while self._calls:
+            self._calls.popleft().drop(self._door.clock())
         self._parser = None  # it knows us, as we know it: without this each connection waits for the collector
         if self._exchange is not None:
             self._exchange.cancel()
@@ -133,7 +140,7 @@ class ClientConnection(asyncio.Protocol):
                 return
         self._segment = len(data)
         in_body = False
-        body_bytes = self._body_bytes
+        body_bytes = self._body.size
         if not self._in_message:
             self._clean_start = True
             self._raw = [data]
@@ -145,7 +152,7 @@ class ClientConnection(asyncio.Protocol):
         try:
             self._parser.feed_data(data)
             if self._in_message and not (self._hand_over or self._refused):
-                self._bound_rest(in_body and self._body_bytes == body_bytes, in_body)
+                self._bound_rest(in_body and self._body.size == body_bytes, in_body)
         except httptools.HttpParserUpgrade as upgrade:
             self._refuse_upgrade(data[upgrade.args[0] :])
         except httptools.HttpParserError:
@@ -159,10 +166,13 @@ class ClientConnection(asyncio.Protocol):
             if self._head_bytes > MAX_HEAD_BYTES or len(self._headers) > MAX_HEADERS:
                 self._refuse(answer(HeadTooLarge()))
             return
+        if not self._body.fits():
+            self._refuse_for(BodiesFull())
+            return
         if not was_in_body and self._exchange is None:
             self.deadline = self._loop.time() + self._door.server.body_timeout_seconds
         self._barren_bytes = self._barren_bytes + self._segment if barren else 0
-        left = self._length - self._body_bytes
+        left = self._length - self._body.size
         if left >= JOIN_BELOW_BYTES:  # needs no parser, which would copy it once more: its length is known
             self._bulk_left = left
         elif self._barren_bytes > MAX_BARREN_BYTES:
@@ -198,10 +208,7 @@ class ClientConnection(asyncio.Protocol):
         self._begin_bytes, self._head_bytes, self._barren_bytes = self._segment, 0, 0
         self._target = b""
         self._headers = []
-        self._endpoint = None
-        self._parts = []
-        self._tail = bytearray()
-        self._body_bytes = 0
+        self._endpoint = self._caller = None
 
     def on_url(self, url: bytes) -> None:
         self._target += url
@@ -240,9 +247,18 @@ class ClientConnection(asyncio.Protocol):
         self._persistent = self._parser.should_keep_alive()
         self._is_http_1_0 = version == "1.0"
         self._length = framing.length
-        if self._length > self._max_body:
-            self._refuse_too_large()
-        elif framing.wants_continue and not self._parser.should_upgrade():
+        later = self._exchange is not None or bool(self._calls) or self._parser.should_upgrade()
+        stay = self._door.arrive(
+            endpoint,
+            None if framing.chunked else framing.length,
+            None if later else self._caller,  # behind other requests it is asked when its turn has come
+            waits=framing.wants_continue,
+        )
+        if isinstance(stay, ErrorAnswer):
+            self._refuse(stay)
+            return
+        self._stay = stay
+        if framing.wants_continue and not self._parser.should_upgrade():
             self._owes_continue = True
             if self._exchange is None:
                 self._continue()
@@ -255,17 +271,9 @@ class ClientConnection(asyncio.Protocol):
     def on_body(self, data: bytes) -> None:
         if self._hand_over or self._refused:
             return
-        self._body_bytes += len(data)
-        if self._body_bytes > self._max_body:
-            self._refuse_too_large()
-        else:
-            self._keep(data)
-
-    def _keep(self, data: bytes) -> None:
-        if len(self._parts) < MAX_PARTS:
-            self._parts.append(data)
-        else:
-            self._tail += data
+        self._body.keep(data)
+        if self._body.size > self._max_body:
+            self._refuse_for(BodyTooLarge(self._max_body))
 
     def on_message_complete(self) -> None:
         if self._hand_over or self._refused or self._endpoint is None or self._parser.should_upgrade():
@@ -275,8 +283,12 @@ class ClientConnection(asyncio.Protocol):
     def _take_bulk(self, data: bytes) -> bytes:
         """Returns what belongs to the next request."""
         rest = data[self._bulk_left :]
-        self._keep(data[: self._bulk_left] if rest else data)
-        self._bulk_left = max(0, self._bulk_left - len(data))
+        part = data[: self._bulk_left] if rest else data
+        self._body.keep(part)
+        if not self._body.fits():
+            self._refuse_for(BodiesFull())
+            return b""
+        self._bulk_left -= len(part)
         if not self._bulk_left:
             self._parser = httptools.HttpRequestParser(self)  # the old one still waits for what it did not see
             self._read()
@@ -284,24 +296,28 @@ class ClientConnection(asyncio.Protocol):
 
     def _read(self) -> None:
         """A whole request has been read."""
+        if not self._body.fits():
+            self._refuse_for(BodiesFull())
+            return
         self._in_message = self._clean_start = self._owes_continue = False
-        endpoint, parts = self._endpoint, self._parts
+        endpoint, size = self._endpoint, self._body.size
         assert endpoint is not None
         self._length = 0
-        if self._tail:
-            parts.append(bytes(self._tail))
         call = Call(
             method=b"POST",
             target=self._target,
             endpoint=endpoint,
             headers=self._headers,
-            body=parts[0] if len(parts) == 1 else b"".join(parts),
+            body=self._body.take(),
             received_at=self._door.clock(),
             keep_alive=self._persistent,
             http_1_0=self._is_http_1_0,
             caller=self._caller,
+            stay=self._stay,
+            budget=self._door.bodies,
+            held=size,
         )
-        self._parts = []
+        self._stay = None
         self._calls.append(call)
         if self._exchange is None:
             self._serve_queued()
@@ -321,36 +337,10 @@ class ClientConnection(asyncio.Protocol):
             connection.pause()
 
     def start(self, status: int, headers: list[Header]) -> None:
-        lines = [status_line(status)]
-        self._chunked = status not in (204, 304)
-        for name, value in headers:
-            if name == b"content-length":
-                self._chunked = False
-            lines += (name, b": ", value, b"\r\n")
-        if self._chunked and self._http_1_0:
-            self._chunked = self._keep_alive = False  # the end of the connection is the end of the body
-        if self._chunked:
-            lines.append(b"transfer-encoding: chunked\r\n")
-        if not self._keep_alive:
-            lines.append(b"connection: close\r\n")
-        lines.append(b"\r\n")
-        self._out = b"".join(lines)
+        self._keep_alive = self._framing.begin(status, headers, http_1_0=self._http_1_0, keep_alive=self._keep_alive)
 
     def write(self, data: bytes, last: bool) -> None:
-        out, self._out = self._out, b""
-        if not self._chunked:
-            if len(data) >= JOIN_BELOW_BYTES:
-                self._transport.writelines((out, data))
-            elif out or data:
-                self._transport.write(out + data)
-        elif data:
-            end = b"\r\n0\r\n\r\n" if last else b"\r\n"
-            if len(data) >= JOIN_BELOW_BYTES:
-                self._transport.writelines((b"%b%x\r\n" % (out, len(data)), data, end))
-            else:
-                self._transport.write(b"%b%x\r\n%b%b" % (out, len(data), data, end))
-        elif out or last:
-            self._transport.write(out + b"0\r\n\r\n" if last else out)
+        self._framing.write(self._transport, data, last)
         if last:
             self._answered()
 
@@ -378,15 +368,21 @@ class ClientConnection(asyncio.Protocol):
             self._paused = False
             self._transport.resume_reading()
 
+    def _serve_next(self) -> None:
+        self._exchange = None
+        self._serve_queued()
+
     def _answered(self) -> None:
-        self._exchange = self._upstream = None
+        exchange, self._exchange, self._upstream = self._exchange, None, None
         limits = self._door.server
         if not self._keep_alive or self._closing:
             self.deadline = self._loop.time() + limits.stall_timeout_seconds
             self._transport.close()
         elif self._calls:
-            if not self._serving:
-                self._serve_queued()
+            if not self._serving:  # else the loop there goes on
+                assert exchange is not None
+                self._exchange = exchange  # until it has given back its place, which the next may need
+                exchange.ended.call_when_done(self._serve_next)
         elif self._in_message:
             limit = limits.header_timeout_seconds if self._endpoint is None else limits.body_timeout_seconds
             self.deadline = self._loop.time() + limit
@@ -424,9 +420,8 @@ class ClientConnection(asyncio.Protocol):
 
     # -- what does not go on here
 
-    def _refuse_too_large(self) -> None:
-        anthropic = self._endpoint is not None and self._endpoint.anthropic
-        self._refuse(answer(BodyTooLarge(self._max_body), anthropic=anthropic))
+    def _refuse_for(self, error: Exception) -> None:
+        self._refuse(answer(error, anthropic=self._endpoint is not None and self._endpoint.anthropic))
 
     def _refuse(self, refusal: ErrorAnswer) -> None:
         """Answer without reading the rest, then close. Behind other answers there is nothing to say: close."""
@@ -434,7 +429,7 @@ class ClientConnection(asyncio.Protocol):
             return
         self._note_unread(refusal)
         self._refused = True
-        self._parts, self._tail = [], bytearray()
+        self._forget_unread()
         if self._exchange is not None:
             self._close_behind_answers()
             return
@@ -443,12 +438,20 @@ class ClientConnection(asyncio.Protocol):
             self._transport.write_eof()
         self.deadline = self._loop.time() + LINGER_SECONDS
 
+    def _forget_unread(self) -> None:
+        """The request that was being read ends here: what it holds is given back. One that its client left counts as a
+        request of its key."""
+        self._body.drop()
+        stay, self._stay = self._stay, None
+        if stay is not None:
+            stay.leave(0, self._door.clock(), refused=self._refused)
+
     def _note_unread(self, refusal: ErrorAnswer | None = None) -> None:
         """A request whose head was read, and which is no call yet, ends here: that is its record."""
         if self._in_message and self._endpoint is not None and not self._refused:
             if refusal is not None and self._exchange is not None:
                 refusal = replace(refusal, status=0)  # behind another answer it is not sent
-            self._door.note_unread(self._endpoint, self._headers, self._body_bytes, refusal)
+            self._door.note_unread(self._endpoint, self._headers, self._body.size, refusal, self._caller)
 
     def _close_behind_answers(self) -> None:
         """What was read whole is still answered."""
@@ -487,14 +490,3 @@ class ClientConnection(asyncio.Protocol):
         self._parser = None
         protocol.take_over(self._transport)
         protocol.data_received(b"".join(self._raw))
-
-
-async def sweep(server_state: ServerState, loop: asyncio.AbstractEventLoop) -> None:
-    """Runs as long as the server: closes client connections whose deadline has passed."""
-    while True:
-        await asyncio.sleep(SWEEP_SECONDS)
-        now = loop.time()
-        for connection in list(server_state.connections):
-            one: object = connection
-            if isinstance(one, (ClientConnection, ControlConnection)) and one.deadline < now:
-                one.expire()

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Protocol
+
 from gateway import forms
-from gateway.core.model import Outcome, RouteRequest
+from gateway.core.model import Outcome, ReplicaId, RouteRequest
 from gateway.isolation import CannotSalt, Isolation
 from gateway.keys import Key
-from gateway.limits import BYTES_A_TOKEN, Caller, ModelNotAllowed, Stay, guessed_tokens, used_tokens
+from gateway.limits import BYTES_A_TOKEN, ModelNotAllowed, Stay, guessed_tokens, used_tokens
 from gateway.prompt import NotJson, Shape
+from gateway.proxy.call import Call
 from gateway.proxy.errors import BadBody
 from gateway.request_log import RequestRecord
 
@@ -40,24 +43,39 @@ def check_model(key: Key, request: RouteRequest, shape: Shape, headers: list[tup
         raise ModelNotAllowed(model)
 
 
-def enter(caller: Caller, request: RouteRequest, now: float) -> Stay:
-    """Raises `OverLimit`."""
-    stay = caller.enter(request.length // BYTES_A_TOKEN, now)
+def reserve(stay: Stay, request: RouteRequest, now: float) -> None:
+    """The request has been read. Raises `OverLimit`."""
+    stay.reserve(request.length // BYTES_A_TOKEN, now)
     if request.max_output_tokens is not None:
         stay.most_tokens = request.max_output_tokens * request.samples
-    return stay
 
 
-def settle(stay: Stay, record: RequestRecord, shape: Shape, seconds: float, now: float) -> None:
+class Background(Protocol):
+    """Keeps the stay of what goes on behind its answer, until its owner says that it is over."""
+
+    def follow(self, stay: Stay, tenant: str, replica: ReplicaId, id: str) -> None: ...
+    def look(self, id: str) -> None:
+        """The client has just asked for it, or cancelled it: perhaps it is over."""
+
+
+def goes_on(call: Call, record: RequestRecord) -> bool:
+    """Whether the replica may still work on it although its answer has ended: with `background` it does, unless its
+    stream was relayed to the end. It does not notice a client that leaves, either."""
+    whole = record.stream and record.outcome == Outcome.COMPLETED.value
+    return call.background and record.attempts > 0 and record.status < 400 and not whole
+
+
+def settle(stay: Stay, record: RequestRecord, call: Call, seconds: float, now: float) -> None:
     """The request is over, `seconds` after it came: what it used comes off its key's limits. To look at a stored
     response costs nothing, whatever usage that shows: it was charged when it was made."""
+    shape = call.endpoint.shape
     served = record.attempts > 0 and (record.status < 400 or record.outcome == Outcome.OVERDUE.value)
     guessed = 0
     if record.stream or (shape in GENERATING and record.overhead_seconds):  # and it was sent
         guessed = guessed_tokens(
             stay.most_tokens,
             streamed=record.stream,
-            answer_bytes=record.response_bytes,
+            answer_bytes=0 if call.background and not record.stream else record.response_bytes,
             seconds=seconds - record.waited_seconds,
         )
     used = used_tokens(
@@ -67,4 +85,4 @@ def settle(stay: Stay, record: RequestRecord, shape: Shape, seconds: float, now:
         completion=record.completion_tokens,
         guessed=guessed,
     )
-    stay.leave(used, now, refused=record.status in REFUSED and bool(record.error))
+    stay.leave(used, now, refused=bool(record.error) and (record.status in REFUSED or not record.attempts))

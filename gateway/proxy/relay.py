@@ -94,7 +94,8 @@ class Client(Protocol):
 class Sent(Protocol):
     """The request that was sent."""
 
-    body: bytes
+    def let_go(self) -> None:
+        """Of its body."""
 
 
 class Relay:
@@ -186,7 +187,7 @@ class Relay:
 
     def _begin(self, headers: list[Header]) -> None:
         """The client hears of it, so the request is not sent again: thousands of long answers must not keep prompts."""
-        self._sent.body = b""
+        self._sent.let_go()
         self._client.start(self.status, headers)
 
     def piece(self, data: bytes, last: bool) -> None:

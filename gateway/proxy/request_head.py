@@ -29,6 +29,7 @@ class Framing:
 
     length: int = 0
     """As announced; 0 when it comes in chunks, or there is none."""
+    chunked: bool = False
     wants_continue: bool = False
     refusal: ErrorAnswer | None = None
     """Set: this is no request to serve."""
@@ -57,6 +58,7 @@ def read_framing(http_version: str, target: bytes, headers: list[tuple[bytes, by
                 problem = "The only transfer coding that is understood is chunked."
         elif value.lower() == b"100-continue":
             found.wants_continue = True
+    found.chunked = codings > 0
     if codings and (lengths or codings > 1 or http_version == "1.0"):
         problem = "The length of the body is ambiguous."
     elif lengths > 1:

@@ -595,6 +595,132 @@ async def test_the_log_says_whose_request_it_was(guarded: Guarded, capfdbinary: 
     assert KEY.encode() not in out + err
 
 
+# -- limits before the body
+
+KEY_LINE = b"authorization: Bearer " + KEY.encode() + b"\r\n"
+UPLOAD = b"POST /v1/chat/completions HTTP/1.1\r\nhost: g\r\n" + KEY_LINE
+FRAMINGS = [
+    b"content-length: 5000000\r\n",
+    b"transfer-encoding: chunked\r\n",
+    b"expect: 100-continue\r\ncontent-length: 2\r\n",
+]
+
+
+@pytest.mark.parametrize("limit", ["requests_per_minute", "tokens_per_minute", "concurrent_requests"])
+async def test_who_is_over_a_limit_is_told_before_the_body_comes(
+    guarded: Guarded, keys: Keys, limit: str, capfdbinary: pytest.CaptureFixture[bytes]
+) -> None:
+    keys.write(alice={limit: 1})
+
+    async def script(exchange: Exchange) -> None:
+        if limit == "concurrent_requests":
+            await exchange.wait_closed(60)
+        await exchange.answer(ANSWER)
+
+    async with ScriptedReplica(script).running() as replica:
+        async with guarded(replica, server={"log": "json"}) as gateway:
+            first = asyncio.create_task(gateway.chat())
+            await eventually(lambda: len(replica.exchanges) == 1)
+            if limit != "concurrent_requests":
+                await first
+            for framing in FRAMINGS:
+                answer = await raw_request(gateway, UPLOAD + framing + b"\r\n")
+                head, _, told = answer.partition(b"\r\n\r\n")
+                assert head.startswith(b"HTTP/1.1 429 "), "and no 100 Continue before it"
+                assert b"\r\nretry-after: " in head.lower()
+                assert json.loads(told)["error"]["code"] == "rate_limit_exceeded"
+            page = await gateway.metrics()
+            assert f'warmlane_key_refusals_total{{reason="{limit}",tenant="alice-co"}} 3.0' in page
+            first.cancel()
+            assert len(replica.exchanges) == 1
+    records = [json.loads(line) for line in capfdbinary.readouterr().out.splitlines()]
+    refused = [one for one in records if one["status"] == 429]
+    assert [(one["key"], one["outcome"], one["request_bytes"]) for one in refused] == [("alice", "refused", 0)] * 3
+
+
+async def test_a_small_body_is_read_and_its_connection_stays(guarded: Guarded, keys: Keys) -> None:
+    """To close it would cost more than to read on, above all with TLS."""
+    keys.write(alice={"requests_per_minute": 1})
+    async with ScriptedReplica().running() as replica, guarded(replica) as gateway:
+        reader, writer = await gateway.connect()
+        for expected in (b"200", b"429", b"429"):
+            writer.write(post(ODD_BODY, close=False, headers=KEY_LINE))
+            head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 5)
+            assert head.startswith(b"HTTP/1.1 " + expected)
+            assert b"connection: close" not in head.lower()
+            await reader.readexactly(int(head.lower().partition(b"content-length: ")[2].partition(b"\r\n")[0]))
+        writer.close()
+        assert len(replica.exchanges) == 1
+
+
+async def test_a_request_takes_its_place_when_its_head_has_come(guarded: Guarded, keys: Keys) -> None:
+    """So one key cannot have any number of uploads under way. Who leaves gives the place back."""
+    keys.write(alice={"concurrent_requests": 1}, bob={})
+    async with ScriptedReplica().running() as replica, guarded(replica) as gateway:
+        for end in ("left", "broken", "too large"):
+            reader, writer = await gateway.connect()
+            writer.write(UPLOAD + b"transfer-encoding: chunked\r\n\r\n4\r\n{   \r\n")
+
+            async def full() -> bool:
+                return (await gateway.chat()).status_code == 429
+
+            await eventually(full)
+            assert (await gateway.client.post(CHAT, content=ODD_BODY, headers=as_bob())).status_code == 200
+            if end == "left":
+                writer.transport.abort()
+            elif end == "broken":
+                writer.write(b"zz\r\n")
+                assert (await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 5)).startswith(b"HTTP/1.1 400 ")
+            else:
+                writer.write(65 * (b"100000\r\n" + b" " * 2**20 + b"\r\n"))
+                assert (await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 20)).startswith(b"HTTP/1.1 413 ")
+
+            async def free() -> bool:
+                return (await gateway.chat()).status_code == 200
+
+            await eventually(free)
+            writer.transport.abort()
+
+
+async def test_pipelined_requests_take_their_places_one_after_the_other(guarded: Guarded, keys: Keys) -> None:
+    keys.write(alice={"concurrent_requests": 1})
+    request = post(ODD_BODY, close=False, headers=KEY_LINE)
+    async with ScriptedReplica().running() as replica, guarded(replica) as gateway:
+        answer = await raw_request(gateway, 3 * request + post(ODD_BODY, headers=KEY_LINE))
+        assert answer.count(b"HTTP/1.1 200 ") == 4
+        assert len(replica.exchanges) == 4
+
+
+async def test_what_the_gateway_refuses_is_no_request(guarded: Guarded, keys: Keys) -> None:
+    keys.write(alice={"requests_per_minute": 1, "models": ["m"]})
+    async with ScriptedReplica().running() as replica, guarded(replica) as gateway:
+        for _ in range(3):
+            assert (await gateway.client.post(CHAT, content=b"no JSON")).status_code == 400
+            assert (await gateway.chat(model="another")).status_code == 403
+            assert (await raw_request(gateway, UPLOAD + b"content-length: 99999999\r\n\r\n")).startswith(
+                b"HTTP/1.1 413"
+            )
+        assert (await gateway.chat()).status_code == 200
+        told_to_wait(await gateway.chat())
+
+
+async def test_an_upload_that_is_given_up_is_a_request(guarded: Guarded, keys: Keys) -> None:
+    """Or a key could begin any number of them."""
+    keys.write(alice={"requests_per_minute": 1})
+    async with ScriptedReplica().running() as replica, guarded(replica) as gateway:
+        _, writer = await gateway.connect()
+        writer.write(UPLOAD + b"content-length: 5000000\r\n\r\n{")
+
+        async def refused() -> bool:
+            return (await gateway.chat()).status_code == 429
+
+        await eventually(refused)
+        writer.transport.abort()
+        await asyncio.sleep(0.05)
+        assert await refused()
+        assert replica.exchanges == []
+
+
 # -- tenants
 
 
@@ -618,6 +744,8 @@ async def test_isolation_takes_no_compressed_bodies(guarded: Guarded) -> None:
         answer = await gateway.client.post(CHAT, content=b"\x1f\x8b", headers={"content-encoding": "gzip"})
         assert answer.status_code == 415
         assert answer.json()["error"]["code"] == "encoded_body"
+        many = await gateway.client.post(CHAT, content=b'{%b"model":"m"}' % (b'"":0,' * 300_000))
+        assert (many.status_code, many.json()["error"]["code"]) == (400, "too_many_names")
         assert replica.exchanges == []
 
 

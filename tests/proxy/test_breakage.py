@@ -15,11 +15,12 @@ from gateway.config import Upstream as UpstreamConfig
 from gateway.core.model import ReplicaId, RouteRequest
 from gateway.core.router import Router
 from gateway.core.settings import RoutingSettings
-from gateway.proxy import http_client
+from gateway.proxy import sweep
+from gateway.proxy.call import Call
 from gateway.proxy.endpoints import ENDPOINTS
 from gateway.proxy.errors import ConnectFailed
 from gateway.proxy.exchange import Exchange
-from gateway.proxy.front_door import Call, FrontDoor
+from gateway.proxy.front_door import FrontDoor
 from gateway.proxy.gate import Gate
 from gateway.proxy.upstream import Upstream
 from tests.proxy.conftest import RunningGateway, eventually, running_gateway
@@ -146,7 +147,7 @@ async def test_a_pipelined_request_sets_no_time_limit_on_the_answer_before_it(mo
         writer.write(request)
         await asyncio.wait_for(reader.readuntil(b"data: a\n\n"), 5)
         writer.write(request[:-5])
-        await asyncio.sleep(2 * http_client.SWEEP_SECONDS + 0.2)  # every deadline that is wrongly set has passed
+        await asyncio.sleep(2 * sweep.SWEEP_SECONDS + 0.2)  # every deadline that is wrongly set has passed
         free.set()
         await asyncio.wait_for(reader.readuntil(b"0\r\n\r\n"), 5)
         writer.write(request[-5:])

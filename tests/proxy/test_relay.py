@@ -22,6 +22,9 @@ class Request:
 
     body = b"a prompt"
 
+    def let_go(self) -> None:
+        self.body = b""
+
 
 class Recorder:
     """A client that keeps what it got."""
