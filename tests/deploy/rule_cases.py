@@ -15,6 +15,8 @@ TROUBLE = 80
 MINUTES = 125
 """Trouble included: the longest alert waits for 15 minutes, after windows of ten."""
 
+NEVER = f"_x{MINUTES - 1}"
+
 Series = dict[str, str]
 
 
@@ -276,6 +278,15 @@ CASES = (
     ),
     Case("WarmlaneShed", "warn", 10, {SHED: counter(0, 30)}, ({SHED: counter(0, 5)},), quiet=4),
     Case("WarmlaneShed", "page", 12, {SHED: counter(0, 300)}, (), quiet=4, also=(("WarmlaneShed", "warn"),)),
+    Case(
+        "WarmlaneShed",
+        "page",
+        12,
+        {SHED: counter(0, 300), of_gateway("warmlane_admitted_total", tenant="none"): NEVER},
+        (),
+        quiet=4,
+        also=(("WarmlaneShed", "warn"),),
+    ),
     Case(
         "WarmlaneHotSpot",
         "warn",

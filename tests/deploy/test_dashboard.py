@@ -1,4 +1,4 @@
-"""The Grafana dashboard: every metric and label in its queries exists, and Grafana finds it."""
+"""The Grafana dashboards: every metric and label in their queries exists, and Grafana finds them."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ import yaml
 from gateway.telemetry import FAMILIES
 from tests.deploy.host import DEPLOY
 
-DASHBOARD = json.loads((DEPLOY / "grafana" / "dashboards" / "warmlane.json").read_text())
+DASHBOARDS = {path.stem: json.loads(path.read_text()) for path in sorted((DEPLOY / "grafana" / "dashboards").iterdir())}
 PROVISIONING = DEPLOY / "grafana" / "provisioning"
-PANELS = [panel for panel in DASHBOARD["panels"] if panel["type"] != "row"]
+PANELS = [panel for board in DASHBOARDS.values() for panel in board["panels"] if panel["type"] != "row"]
 QUERIES = [target["expr"] for panel in PANELS for target in panel["targets"]]
+VARIABLES = [variable for board in DASHBOARDS.values() for variable in board["templating"]["list"]]
 SCRAPED_LABELS = {"instance", "job"}
 START_SECONDS = 60.0
 
@@ -46,7 +47,7 @@ def test_labels_are_those_of_the_metrics():
         }
         for by in re.findall(r"by \(([^)]*)\)", query):
             if "warmlane_" in query:
-                assert {label.strip() for label in by.split(",")} <= known
+                assert {label.strip() for label in by.split(",")} <= known | SCRAPED_LABELS
 
 
 @pytest.fixture
@@ -73,19 +74,51 @@ def test_every_metric_of_replicas_exists(page):
     assert metrics("vllm:") <= found
 
 
-def test_panels_stand_side_by_side_and_have_what_they_need():
-    assert len({panel["id"] for panel in DASHBOARD["panels"]}) == len(DASHBOARD["panels"])
+def test_recorded_series_are_recorded():
+    groups = yaml.safe_load((DEPLOY / "prometheus" / "rules" / "recording.yml").read_text())["groups"]
+    recorded = {rule["record"] for group in groups for rule in group["rules"]}
+    used = {name for query in QUERIES for name in re.findall(r"\bwarmlane:[\w:]+", query)}
+    assert used
+    assert used <= recorded
+
+
+@pytest.mark.parametrize("name", DASHBOARDS)
+def test_panels_stand_side_by_side_and_have_what_they_need(name):
+    panels = DASHBOARDS[name]["panels"]
+    assert len({panel["id"] for panel in panels}) == len(panels)
     taken: set[tuple[int, int]] = set()
-    for panel in DASHBOARD["panels"]:
+    for panel in panels:
         at = panel["gridPos"]
         cells = {(at["x"] + x, at["y"] + y) for x in range(at["w"]) for y in range(at["h"])}
         assert not cells & taken, panel["title"]
         assert at["x"] + at["w"] <= 24
         taken |= cells
+
+
+def test_panels_explain_themselves():
+    titles = [panel["title"] for panel in PANELS]
+    assert len(set(titles)) == len(titles)
     for panel in PANELS:
-        assert panel["title"]
         assert panel["description"]
         assert all(target["legendFormat"] for target in panel["targets"])
+
+
+def test_variables_are_declared_and_filled_from_metrics_that_exist():
+    labels = {family.name: family.labels for family in FAMILIES}
+    for variable in VARIABLES:
+        name, label = re.fullmatch(r"label_values\((\w+), (\w+)\)", variable["query"]["query"]).groups()
+        assert label in labels[name]
+    for board in DASHBOARDS.values():
+        used = set(re.findall(r"\$(?!__)\{?(\w+)", json.dumps(board["panels"])))
+        assert used == {variable["name"] for variable in board["templating"]["list"]}
+
+
+def test_each_dashboard_leads_to_the_others():
+    assert set(DASHBOARDS) == {"fleet", "replica", "routing", "tenants"}
+    for name, board in DASHBOARDS.items():
+        (link,) = board["links"]
+        assert board["uid"] == f"warmlane-{name}"
+        assert set(link["tags"]) <= set(board["tags"])
 
 
 def test_grafana_finds_source_and_dashboard():
@@ -99,5 +132,6 @@ def test_grafana_finds_source_and_dashboard():
     mounted = dict(volume.split(":")[:2][::-1] for volume in compose["grafana"]["volumes"])
     assert mounted[provider["options"]["path"]] == "./grafana/dashboards"
     assert mounted["/etc/grafana/provisioning"] == "./grafana/provisioning"
+    assert used == {variable["datasource"]["uid"] for variable in VARIABLES}
     home = compose["grafana"]["environment"]["GF_DASHBOARDS_DEFAULT_HOME_DASHBOARD_PATH"]
-    assert home == f"{provider['options']['path']}/warmlane.json"
+    assert home == f"{provider['options']['path']}/fleet.json"

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import itertools
 import json
 import math
 import re
@@ -18,6 +20,7 @@ import pytest
 import yaml
 
 from tests.deploy.host import DEPLOY, ROOT, Host, run
+from tests.deploy.rule_cases import promtool_tests
 from tests.deploy.test_dashboard import QUERIES
 
 pytestmark = pytest.mark.deploy
@@ -45,7 +48,7 @@ def test_prometheus_accepts_the_configuration():
 def test_prometheus_accepts_every_query_of_the_dashboard(tmp_path):
     """As recording rules, since that is what promtool reads expressions from."""
     rules = [
-        {"record": f"panel:{number}", "expr": query.replace("$__rate_interval", "1m")}
+        {"record": f"panel:{number}", "expr": filled(query, "1m", "localhost:8000")}
         for number, query in enumerate(QUERIES)
     ]
     path = tmp_path / "rules.yml"
@@ -53,44 +56,94 @@ def test_prometheus_accepts_every_query_of_the_dashboard(tmp_path):
     assert f"{len(rules)} rules found" in checked([str(TOOLS / "promtool"), "check", "rules", str(path)])
 
 
-EMPTY_WHEN_ALL_IS_WELL = ("warmlane_upstream_attempts_total",)
-"""Queries for these show what failed."""
+def filled(query: str, rate_interval: str, address: str) -> str:
+    """As Grafana sends it."""
+    return query.replace("$__rate_interval", rate_interval).replace("$address", address).replace("$tenant", ".*")
+
+
+def test_alerts_fire_when_they_should_and_only_then(tmp_path):
+    rules = DEPLOY / "prometheus" / "rules"
+    checked([str(TOOLS / "promtool"), "check", "rules", *map(str, rules.iterdir())])
+    path = tmp_path / "cases.yml"
+    path.write_text(json.dumps(promtool_tests([str(file) for file in rules.iterdir()])))
+    checked([str(TOOLS / "promtool"), "test", "rules", str(path)])
+
+
+EMPTY = {
+    "ALERTS": "no alert fires",
+    'warmlane_upstream_attempts_total{result!~"completed|client_left|rejected"}': "no flight fails",
+    "warmlane_replays_total": "no replica is lost",
+    "baseline_1d": "an hour of traffic comes first",
+}
+"""Queries with these have no answer in the fleet of the test, and why."""
+
+KEYS = {"acme": "", "small": "requests_per_minute = 1", "metrics": "models = []"}
+"""Keys, each the name of its tenant, and their limits."""
+
+CONFIG = """
+[auth]
+keys_file = "keys.toml"
+required = true
+[routing]
+shadow = ["least-work"]
+"""
 
 
 @pytest.fixture
-def prometheus(tmp_path: Path) -> Iterator[tuple[str, str]]:
-    """URLs of a Prometheus with the configuration of the compose file, and of the gateway that it asks here."""
+def prometheus(tmp_path: Path) -> Iterator[tuple[str, str, str]]:
+    """A Prometheus with the configuration of the compose file and the gateway that it asks: URLs; a replica."""
+    (tmp_path / "warmlane.toml").write_text(CONFIG)
+    (tmp_path / "keys.toml").write_text(
+        "\n".join(
+            f'[[keys]]\nname = "{name}"\nsha256 = "{hashlib.sha256(name.encode()).hexdigest()}"\n{limits}'
+            for name, limits in KEYS.items()
+        )
+    )
     up = [sys.executable, "-c", "from gateway.cli import main; main()", "up", "--port", "0"]
-    with started(up) as output:
+    with started([*up, "--config", str(tmp_path / "warmlane.toml")]) as output:
         greeting = next(line for line in output if "serves" in line)
         gateway, *replicas = re.findall(r"http://([0-9.:]+\d)", greeting)
         config = yaml.safe_load((DEPLOY / "prometheus" / "prometheus.yml").read_text())
-        config["global"]["scrape_interval"] = "1s"
+        config["global"] = {"scrape_interval": "1s", "evaluation_interval": "1s"}
+        config["rule_files"] = [str(tmp_path / "*.yml")]
         for job, targets in zip(config["scrape_configs"], ([gateway], replicas), strict=True):
             job.pop("dns_sd_configs", None)
             job["static_configs"] = [{"targets": targets}]
-        path = tmp_path / "prometheus.yml"
+        config["scrape_configs"][0]["authorization"] = {"credentials": "metrics"}
+        for file in (DEPLOY / "prometheus" / "rules").iterdir():
+            (tmp_path / file.name).write_text(file.read_text().replace("interval: 1m", "interval: 1s"))
+        path = tmp_path / "prometheus.yaml"
         path.write_text(yaml.safe_dump(config))
         port = free_port()
         listens = f"127.0.0.1:{port}"
         command = [str(TOOLS / "prometheus"), f"--config.file={path}", f"--web.listen-address={listens}"]
         with started([*command, f"--storage.tsdb.path={tmp_path}/series"]):
-            yield f"http://{listens}", f"http://{gateway}"
+            yield f"http://{listens}", f"http://{gateway}", replicas[0]
 
 
 def test_every_panel_shows_something_under_traffic(prometheus):
-    url, gateway = prometheus
-    prompt = "".join(f"{number} " for number in range(2000))
+    url, gateway, replica = prometheus
+    prompts = ["".join(f"{first}{number} " for number in range(1000)) for first in range(4)]
+    due = [query for query in QUERIES if not any(name in query for name in EMPTY)]
+    assert len(due) > len(QUERIES) - 6
+    deadline = time.monotonic() + SHOW_SECONDS
+    for prompt in itertools.cycle(prompts):
+        assert time.monotonic() < deadline, due
+        assert ask(gateway, "acme", prompt) == 200
+        assert ask(gateway, "small", prompt) in (200, 429)
+        assert ask(gateway, "nobody", prompt) == 401
+        due = [query for query in due if not values(url, filled(query, "10s", replica))]
+        if not due:
+            break
+    firing = httpx.get(f"{url}/api/v1/rules", params={"type": "alert"}).json()["data"]["groups"]
+    assert {rule["health"] for group in firing for rule in group["rules"]} == {"ok"}
+
+
+def ask(gateway: str, key: str, prompt: str) -> int:
     chat = {"model": "embedded", "messages": [{"role": "user", "content": prompt}], "max_tokens": 4, "stream": True}
     chat["stream_options"] = {"include_usage": True}
-    due = [query for query in QUERIES if not any(name in query for name in EMPTY_WHEN_ALL_IS_WELL)]
-    assert len(due) < len(QUERIES)
-    deadline = time.monotonic() + SHOW_SECONDS
-    while due:
-        assert time.monotonic() < deadline, due
-        assert httpx.post(f"{gateway}/v1/chat/completions", json=chat).status_code == 200
-        due = [query for query in due if not values(url, query.replace("$__rate_interval", "10s"))]
-        time.sleep(0.2)
+    headers = {"authorization": f"Bearer {key}"}
+    return httpx.post(f"{gateway}/v1/chat/completions", json=chat, headers=headers).status_code
 
 
 def values(url: str, query: str) -> list[float]:
