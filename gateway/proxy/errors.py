@@ -132,6 +132,8 @@ class ConnectionLost(UpstreamError):
     def __init__(self, message: str, *, answered: bool) -> None:
         super().__init__(message)
         self.replayable = not answered
+        self.stale = False
+        """As a rule the replica had closed the connection before our bytes came, but nothing proves it."""
 
 
 class BadAnswer(UpstreamError):

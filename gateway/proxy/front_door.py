@@ -73,7 +73,7 @@ REPLAY_CAUSES: dict[type[UpstreamError], str] = {
     ConnectionLost: "lost",
     EngineDraining: "draining",
 }
-"""Why a request was sent once more, as metrics call it; `kept`: to the same replica, in place of a dead connection."""
+"""Why a request was sent once more, as metrics call it; `kept`: its connection had idled, and was probably dead."""
 SMALL_BYTES = JOIN_BELOW_BYTES
 """A body that is read even where its key is over its limit."""
 SWEEP_SECONDS = 0.25
@@ -264,9 +264,11 @@ class FrontDoor:
             try:
                 flight = bound or self._start(request, excluded)
             except RoutingError as error:
-                raise last_error or error from None
+                if not is_stale(last_error):
+                    raise last_error or error from None
+                flight = self._start(request, set())  # nobody else: the same one, on a new connection
             if last_error is not None:
-                self.telemetry.replayed(REPLAY_CAUSES[type(last_error)])
+                self.telemetry.replayed(KEPT_CONNECTION if is_stale(last_error) else REPLAY_CAUSES[type(last_error)])
             if self.on_prompt is not None and call.endpoint.shape in COUNTED:
                 self.on_prompt(flight.replica, request, call.body)
             last_error = await self._attempt(call, flight, lines, client, record)
@@ -306,6 +308,8 @@ class FrontDoor:
         try:
             relay = await self._fly(call, flight, lines, client, record)
             outcome, usage = relay.outcome, relay.usage()
+            if is_stale(relay.error):
+                outcome = Outcome.REJECTED  # as a rule it never came: no word about the replica
             flight.answered = relay.error is None
         except OutOfSockets:
             outcome = Outcome.REJECTED  # it never left: no word about the replica
@@ -342,41 +346,36 @@ class FrontDoor:
         movable = self._is_movable(call)
         kept = upstream.lease() if movable and call.lost is None else None
         connection = kept or await self._connect(upstream)
-        while True:
-            relay = Relay(
-                client,
-                call,
-                flight,
-                self.gate.first_token,
-                extra,
-                self.clock,
-                Completion(),
-                anthropic=call.endpoint.anthropic,
-                wants_id=call.endpoint.shape is Shape.RESPONSES,
-                choices=call.endpoint.shape in COUNTED,
-                movable=movable,
-            )
-            connection.send(relay, head, call.body)
-            client.attach(connection)
-            if not record.overhead_seconds:
-                record.overhead_seconds = self.clock() - call.received_at - record.waited_seconds
-            try:
-                complete = await relay.finished
-            except asyncio.CancelledError:
-                note_answer(record, relay, call)
-                connection.abort(relay)
-                if not call.overdue:
-                    raise
-                relay.failed(DeadlineExceeded("The request was not finished in its time."))
-                return relay
-            if complete or not isinstance(relay.error, ConnectionLost):
-                return relay
-            upstream.lost(connection)
-            if not (connection.may_be_stale and self._may_replay(call, relay.error)):
-                return relay
-            # As a rule the replica had closed this kept connection before our bytes came, but nothing proves it.
-            connection = await self._connect(upstream)
-            self.telemetry.replayed(KEPT_CONNECTION)
+        relay = Relay(
+            client,
+            call,
+            flight,
+            self.gate.first_token,
+            extra,
+            self.clock,
+            Completion(),
+            anthropic=call.endpoint.anthropic,
+            wants_id=call.endpoint.shape is Shape.RESPONSES,
+            choices=call.endpoint.shape in COUNTED,
+            movable=movable,
+        )
+        connection.send(relay, head, call.body)
+        client.attach(connection)
+        if not record.overhead_seconds:
+            record.overhead_seconds = self.clock() - call.received_at - record.waited_seconds
+        try:
+            await relay.finished
+        except asyncio.CancelledError:
+            note_answer(record, relay, call)
+            connection.abort(relay)
+            if not call.overdue:
+                raise
+            relay.failed(DeadlineExceeded("The request was not finished in its time."))
+            return relay
+        if isinstance(relay.error, ConnectionLost):
+            relay.error.stale = connection.may_be_stale and relay.error.replayable
+            upstream.close()  # those that idle are no better than this one was
+        return relay
 
     async def _connect(self, upstream: Upstream) -> Connection:
         """A new connection, made by a task of its own: time-outs need one."""
@@ -485,6 +484,10 @@ class FrontDoor:
         headers = [*refusal.headers, (b"x-request-id", record.request_id.encode())]
         client.start(refusal.status, headers)
         client.write(refusal.body, True)
+
+
+def is_stale(error: UpstreamError | None) -> bool:
+    return isinstance(error, ConnectionLost) and error.stale
 
 
 def note_answer(record: RequestRecord, relay: Relay, call: Call) -> None:

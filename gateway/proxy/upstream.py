@@ -49,8 +49,6 @@ reads slowly holds here. Left alone it grows to 6 MiB for each. Enough for 10 MB
 STALE_SECONDS = 1.0
 """Servers close connections that idle for longer than this (uvicorn: 5 s). One that is lost sooner was lost with its
 replica, or by it."""
-DISTRUST_SECONDS = 60.0
-"""... and so are all that this replica loses in the time after: it may flap."""
 MAX_HEAD_BYTES = 64 * 1024
 """Response heads are refused above this, and framing between two pieces; real ones have a few hundred bytes."""
 
@@ -287,7 +285,6 @@ class Upstream:
         self.retired = False
         """Its replica was removed."""
         self._loop = loop
-        self._trusted_at = -math.inf
 
     def lease(self) -> Connection | None:
         """An idle connection that is still good, the most recently used first."""
@@ -296,7 +293,7 @@ class Upstream:
         while self.idle:
             connection = self.idle.pop()
             if connection.idle_since >= fresh_after and connection.usable:
-                connection.may_be_stale = now - connection.idle_since >= STALE_SECONDS and now >= self._trusted_at
+                connection.may_be_stale = now - connection.idle_since >= STALE_SECONDS
                 return connection
             connection.close()
         return None
@@ -331,12 +328,6 @@ class Upstream:
     def give_back(self, connection: Connection) -> None:
         connection.idle_since = self._loop.time()
         self.idle.append(connection)
-
-    def lost(self, connection: Connection) -> None:
-        """Before an answer, or in mid-answer. Those that idle are no better than this one was."""
-        if not connection.may_be_stale:
-            self._trusted_at = self._loop.time() + DISTRUST_SECONDS
-        self.close()
 
     def forget(self, connection: Connection) -> None:
         self.busy.discard(connection)
