@@ -247,13 +247,11 @@ class ClientConnection(asyncio.Protocol):
         self._persistent = self._parser.should_keep_alive()
         self._is_http_1_0 = version == "1.0"
         self._length = framing.length
-        later = self._exchange is not None or bool(self._calls) or self._parser.should_upgrade()
-        stay = self._door.arrive(
-            endpoint,
-            None if framing.chunked else framing.length,
-            None if later else self._caller,  # behind other requests it is asked when its turn has come
-            waits=framing.wants_continue,
-        )
+        asked = self._caller
+        if asked is not None and (self._exchange is not None or self._calls or self._parser.should_upgrade()):
+            asked = None  # behind other requests limits are asked when its turn has come
+        length = None if framing.chunked else framing.length
+        stay = self._door.arrive(endpoint, length, asked, waits=framing.wants_continue)
         if isinstance(stay, ErrorAnswer):
             self._refuse(stay)
             return

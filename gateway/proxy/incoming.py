@@ -48,7 +48,9 @@ class IncomingBody:
         """All of it. What it takes of the budget is from now on the taker's to give back."""
         body = self._parts[0] if len(self._parts) == 1 else self.joined()
         self.size = self._counted = 0
-        self._parts, self._tail = [], bytearray()
+        self._parts = []
+        if self._tail:
+            self._tail = bytearray()
         return body
 
     def drop(self) -> None:

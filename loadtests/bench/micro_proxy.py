@@ -60,6 +60,8 @@ class Wire:
     def is_closing(self) -> bool:
         return False
 
+    def set_write_buffer_limits(self, high: int) -> None: ...
+
     def get_write_buffer_size(self) -> int:
         return 0
 
