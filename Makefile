@@ -58,8 +58,9 @@ chaos: install clients
 	@rm -f .bench/chaos/figures.jsonl
 	$(BIN)/python -m pytest -s -m chaos tests/chaos; status=$$?; $(BIN)/python -m tests.chaos.report; exit $$status
 
-# Those of them that measure no time: they hold on a busy machine as well.
-CHAOS_STEADY := $(addprefix tests/chaos/,test_wire_framing.py test_29_security.py test_keys.py)
+# Those of them that hold on a busy machine as well, in their short form.
+CHAOS_STEADY := $(addprefix tests/chaos/,test_wire_framing.py test_29_security.py test_keys.py test_faults_loss.py \
+	test_faults_health.py test_faults_drain.py test_faults_time.py)
 chaos-steady: install
 	CHAOS_SHORT=1 $(BIN)/python -m pytest -m chaos $(CHAOS_STEADY)
 
