@@ -40,6 +40,7 @@ COMPILED = [
             "router",
             "scorers",
             "settling",
+            "sharing",
         )
     ),
     *(

@@ -225,6 +225,12 @@ class Health:
     def sleep(self, asleep: bool, now: float) -> bool:
         return self._signal(Signal.SLEPT if asleep else Signal.WOKE, now)
 
+    def doubted(self) -> None:
+        """Another gateway has ejected it: one failure of our own suffices now, and a success clears it."""
+        if self.state is HealthState.UP:
+            self._failed_probes = max(self._failed_probes, FAILURES_TO_EJECT - 1)
+            self._failed_flights = max(self._failed_flights, FAILURES_TO_EJECT - 1)
+
     # ---- answers ---------------------------------------------------------------------------------------------------
 
     def may_be_tried(self, now: float) -> bool:

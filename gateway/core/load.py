@@ -16,6 +16,7 @@ from collections import deque
 from math import exp2
 
 from gateway.core.model import LoadSnapshot
+from gateway.core.sharing import PeerLoads
 
 FOREIGN_HALF_LIFE_SECONDS = 2.0
 """Foreign requests seen once count half after this: a request lasts seconds, and a fresh scrape comes each half
@@ -68,6 +69,7 @@ class Load:
         "_stale_seconds",
         "in_flight",
         "in_flight_tokens",
+        "peers",
         "residence_seconds",
         "snapshot",
     )
@@ -77,6 +79,8 @@ class Load:
         self.in_flight_tokens = 0.0
         self.residence_seconds = ASSUMED_RESIDENCE_SECONDS
         self.snapshot: LoadSnapshot | None = None
+        self.peers: PeerLoads | None = None
+        """What other gateways have booked there; `None` as long as none has said anything."""
         self._pending: dict[Booking, None] = {}  # in order of sending
         self._pending_tokens = 0.0
         self._head_since = 0.0
@@ -120,6 +124,11 @@ class Load:
             self.residence_seconds += RESIDENCE_STEP * (now - booking.started_at - self.residence_seconds)
 
     def queued_tokens(self, now: float, prefill_rate: float) -> float:
+        """Uncached tokens of all gateways' flights that are not prefilled yet."""
+        own = self.own_queued_tokens(now, prefill_rate)
+        return own if self.peers is None else own + self.peers.pending_tokens(now, prefill_rate)
+
+    def own_queued_tokens(self, now: float, prefill_rate: float) -> float:
         """Uncached tokens of our flights that are not prefilled yet, if it works at that rate; and if the one at the
         head is late, as much more as it would have done since: what is late is likely to be late as long again."""
         pending = self._pending
@@ -142,12 +151,12 @@ class Load:
         queued = self.queued_tokens(now, prefill_rate)
         if queued <= tokens:
             return 0.0
-        behind = self._pending_tokens - next(iter(self._pending)).uncached_tokens
+        behind = self._pending_tokens - next(iter(self._pending)).uncached_tokens if self._pending else 0.0
         return (queued - tokens) / prefill_rate if behind <= tokens else None
 
     def pending_tokens(self, now: float, prefill_rate: float) -> float:
         """The same, and while it refuses requests the work that would keep it busy until it is asked again."""
-        queued = self.queued_tokens(now, prefill_rate) if self._pending else 0.0
+        queued = self.queued_tokens(now, prefill_rate) if self._pending or self.peers is not None else 0.0
         if self._refusing_until > now:
             queued += (self._refusing_until - now) * prefill_rate
         return queued
@@ -177,6 +186,8 @@ class Load:
             self._foreign = None
             return
         booked = self.in_flight + sum(1 for end in self._ends if end > snapshot.taken_at)
+        if self.peers is not None:
+            booked += self.peers.in_flight(snapshot.taken_at)
         self._foreign = max(0.0, snapshot.running + (snapshot.waiting or 0) - booked)
 
     def scraped(self, now: float) -> tuple[float | None, float | None]:

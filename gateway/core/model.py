@@ -170,6 +170,37 @@ class PauseReported:
     paused: bool
 
 
+@dataclass(frozen=True, slots=True)
+class PeerSent:
+    """Another gateway sent a prompt with these blocks there."""
+
+    replica: ReplicaId
+    blocks: Sequence[BlockHash]
+
+
+@dataclass(frozen=True, slots=True)
+class PeerReported:
+    """What the gateway `peer` has booked there now, and whether it holds the replica ejected."""
+
+    replica: ReplicaId
+    peer: str
+    in_flight: int
+    pending_tokens: float
+    running_tokens: float
+    """KV cache that its requests in flight hold."""
+    ejected: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class PeerStored:
+    """Another gateway has seen the replica store a response under `id`."""
+
+    replica: ReplicaId
+    id: str
+    tenant: str = ""
+
+
+PeerFact = PeerSent | PeerReported | PeerStored
 Fact = (
     ReplicaAdded
     | ReplicaRemoved
@@ -181,6 +212,9 @@ Fact = (
     | CacheSized
     | PromptCounted
     | PauseReported
+    | PeerSent
+    | PeerReported
+    | PeerStored
 )
 
 
@@ -208,7 +242,7 @@ class ReplicaView(NamedTuple):
     pending_tokens: float
     """Uncached prompt tokens booked here whose first token is not out yet, less the progress already made."""
     in_flight: int
-    """Our own requests now at this replica."""
+    """Requests now at this replica that are ours, or that other gateways reported."""
     in_flight_tokens: float
     """KV cache that those requests hold, shared prefixes once, without what this prompt shares with them."""
     foreign_requests: float

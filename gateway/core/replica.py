@@ -7,13 +7,19 @@ predicted. Whether the index is as large as the cache, hits and misses tell as w
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from gateway.core.belief import CacheShare, differs
 from gateway.core.health import Health
 from gateway.core.load import Load
-from gateway.core.model import HealthState, LoadSnapshot, ModelCard, Outcome, ReplicaId
+from gateway.core.model import BlockHash, HealthState, LoadSnapshot, ModelCard, Outcome, PeerReported, ReplicaId
 from gateway.core.prefix_index import Record, ReplicaIndex
 from gateway.core.rates import BYTES_PER_TOKEN, PrefillRate
+from gateway.core.scorers import OUTPUT_RESERVE_TOKENS
+from gateway.core.sharing import PeerLoads
 
+ANSWER_TOKENS = OUTPUT_RESERVE_TOKENS / 2
+"""KV cache that the answer of a request in flight takes: half of what it will in the end."""
 MISSES_TO_CLEAR = 5
 """So many answers in a row without any cached token, where many were predicted, mean that the cache was emptied."""
 MISS_TOKENS = 512
@@ -152,6 +158,37 @@ class Replica:
     def _rest(self, now: float) -> None:
         if self.health.sleep(self._asleep or self._paused, now):
             self.clear()  # sleep discards the KV cache
+
+    # ---- what other gateways say of it ------------------------------------------------------------------------------
+
+    def sent_by_peer(self, blocks: Sequence[BlockHash], now: float) -> None:
+        """Another gateway sent a prompt here. What it holds of the cache while it runs comes with that one's report."""
+        _, record = self.index.touch(blocks, now)
+        if record is not None:
+            self.index.ended(record)
+
+    def reported_by_peer(self, fact: PeerReported, now: float) -> None:
+        if self.load.peers is None:
+            self.load.peers = PeerLoads()
+        if self.load.peers.report(fact, now):
+            self.health.doubted()
+
+    def report_to_peers(self, name: str, now: float) -> PeerReported:
+        """Our own part of its load alone."""
+        block_tokens = self._block_bytes / self._bytes_per_token
+        return PeerReported(
+            self.id,
+            name,
+            self.load.in_flight,
+            self.load.own_queued_tokens(now, self.rate.value),
+            self.index.live * block_tokens + ANSWER_TOKENS * self.load.in_flight,
+            self.health.state is HealthState.EJECTED,
+        )
+
+    def running_tokens(self, block_tokens: float, now: float) -> float:
+        """KV cache that requests in flight hold: their prompts, shared prefixes once, and half of their answers."""
+        own = self.index.live * block_tokens + ANSWER_TOKENS * self.load.in_flight
+        return own if self.load.peers is None else own + self.load.peers.running_tokens(now)
 
     # ---- what its flights show -------------------------------------------------------------------------------------
 

@@ -46,6 +46,10 @@ from gateway.core.model import (
     Outcome,
     OwnerGone,
     PauseReported,
+    PeerFact,
+    PeerReported,
+    PeerSent,
+    PeerStored,
     ProbeAnswered,
     PromptCounted,
     ReplicaAdded,
@@ -67,11 +71,9 @@ from gateway.core.rates import BytesPerToken, PrefillRates
 from gateway.core.replica import Replica
 from gateway.core.scorers import OUTPUT_RESERVE_TOKENS
 from gateway.core.settings import RoutingSettings
+from gateway.core.sharing import Journal
 
 __all__ = ["Flight", "Router"]
-
-ANSWER_TOKENS = OUTPUT_RESERVE_TOKENS / 2
-"""KV cache that the answer of a request in flight takes: half of what it will in the end."""
 
 
 class Router:
@@ -98,6 +100,8 @@ class Router:
         """Candidates by model while every replica is up, so that time does not matter; emptied by every change."""
         self.before_start: Callable[[Decision, float], None] | None = None
         """Hears of each decision just before it is booked. Must not raise."""
+        self.journal: Journal | None = None
+        """Where it is written down for other gateways what was sent and stored."""
 
     def __repr__(self) -> str:
         return f"<Router {self._policy.name}: {len(self._replicas)} replicas, {self._admission!r}, {self._index!r}>"
@@ -106,6 +110,9 @@ class Router:
 
     def observe(self, fact: Fact, now: float) -> None:
         """The world changed. Facts about replicas that are not there (any more) are ignored."""
+        if isinstance(fact, (PeerSent, PeerReported, PeerStored)):
+            self._hear_peer(fact, now)
+            return
         self._all_up.clear()
         if isinstance(fact, ReplicaAdded):
             self._add(fact)
@@ -209,6 +216,8 @@ class Router:
         replica.started = self._started
         if replica.health.state is HealthState.EJECTED:
             replica.health.flight_started()
+        if self.journal is not None and decision.request.blocks:
+            self.journal.note_sent(PeerSent(replica.id, decision.request.blocks))
         ahead = replica.load.queued_tokens(now, replica.rate.value)
         return Flight(self._settle, replica, decision, ahead, now)
 
@@ -230,6 +239,12 @@ class Router:
     def own(self, id: str, replica: ReplicaId, tenant: str = "") -> None:
         """`replica` has stored a response under `id`. Changes nothing when that is known to be another tenant's."""
         self._ownership.own(id, replica, tenant)
+        if self.journal is not None:
+            self.journal.note_stored(PeerStored(replica, id, tenant))
+
+    def report_to_peers(self, name: str, now: float) -> list[PeerReported]:
+        """What this gateway, which the others know by that name, has booked at each replica."""
+        return [replica.report_to_peers(name, now) for replica in self._replicas.values()]
 
     def reconsider(self, decision: Decision, now: float, policy: Policy) -> Decision:
         """What another policy decides from what `decision` saw, as long as that one is not started. Changes nothing."""
@@ -286,8 +301,8 @@ class Router:
         ratio = self._bytes_per_token.of(request.model, request.space)
         block_tokens, tokens = self._settings.block_bytes / ratio, request.length / ratio + OUTPUT_RESERVE_TOKENS
         for replica in self._replicas.values():
-            if replica.load.in_flight:
-                has_room = running_tokens(replica, block_tokens) + tokens <= replica.cache_tokens
+            if replica.load.in_flight or replica.load.peers is not None:
+                has_room = replica.running_tokens(block_tokens, now) + tokens <= replica.cache_tokens
                 if not (has_room and holding.is_free(replica, now)):
                     return False
         return True
@@ -341,6 +356,18 @@ class Router:
         return min(overdue_at, now + max(min(seconds), holding.TICK_SECONDS)) if seconds else overdue_at
 
     # ---- inside ----------------------------------------------------------------------------------------------------
+
+    def _hear_peer(self, fact: PeerFact, now: float) -> None:
+        replica = self._replicas.get(fact.replica)
+        if replica is None:
+            return
+        match fact:
+            case PeerSent(blocks=blocks):
+                replica.sent_by_peer(blocks, now)
+            case PeerReported():
+                replica.reported_by_peer(fact, now)
+            case PeerStored(replica=owner, id=id, tenant=tenant):
+                self._ownership.own(id, owner, tenant)
 
     def _add(self, fact: ReplicaAdded) -> None:
         if fact.replica in self._replicas:
@@ -447,7 +474,7 @@ class Router:
             else:
                 foreign_total += foreign
             cached = matched * block_tokens
-            live = running_tokens(replica, block_tokens)
+            live = replica.running_tokens(block_tokens, now)
             if matched and index.held[blocks[matched - 1]].live:
                 live = max(0.0, live - cached)
             row = (
@@ -455,7 +482,7 @@ class Router:
                 prompt_tokens,
                 cached if cached < prompt_tokens else prompt_tokens,
                 load.pending_tokens(now, rate),
-                load.in_flight,
+                load.in_flight if load.peers is None else load.in_flight + load.peers.in_flight(now),
                 live,
                 0.0 if foreign is None else foreign,
                 kv_usage,
@@ -494,8 +521,3 @@ class Router:
             load_age=None if snapshot is None else now - snapshot.taken_at,
             last_failure=replica.health.last_failure,
         )
-
-
-def running_tokens(replica: Replica, block_tokens: float) -> float:
-    """KV cache that requests in flight there hold: their prompts, shared prefixes once, and half of their answers."""
-    return replica.index.live * block_tokens + ANSWER_TOKENS * replica.load.in_flight

@@ -1,0 +1,104 @@
+"""What gateways in front of the same replicas tell each other, as facts that each of them observes.
+
+A gateway writes down in a `Journal` what it has sent where and which responses it has seen stored; whoever carries the
+journal to the others (a feed, a simulator) hands them the same facts. What it has booked at each replica goes with
+them, as a report that replaces the one before: so a report that is lost is made good by the next.
+
+What may be wrong: all of it is late, by a fraction of a second as a rule, and some is lost. A block that is not known
+to be held costs a prefill; a load that is not known costs a detour; a report that is old is not believed. What another
+gateway thinks of a replica's health is a hint and no verdict: it leaves one failure of our own to go.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+from gateway.core.model import PeerReported, PeerSent, PeerStored
+
+MAX_JOURNAL_BLOCKS = 262_144
+"""Prefix blocks in what is not fetched yet: some 30 M tokens, what a busy gateway sends in ten seconds. The blocks lie
+in the index as well, so they take no memory of their own."""
+MAX_JOURNAL_STORED = 10_000
+REPORT_SECONDS = 3.0
+"""A report is believed for so long. Reports come ten times a second from a gateway that works, once a second from one
+that idles."""
+
+
+class Journal:
+    """What this gateway has done that the others should know, oldest first; the oldest goes when nobody fetches it."""
+
+    def __init__(self) -> None:
+        self._sent: deque[PeerSent] = deque()
+        self._stored: deque[PeerStored] = deque(maxlen=MAX_JOURNAL_STORED)
+        self._blocks = 0
+
+    def __repr__(self) -> str:
+        return f"<Journal of {len(self._sent)} prompts, {self._blocks} blocks, {len(self._stored)} stored responses>"
+
+    def note_sent(self, fact: PeerSent) -> None:
+        self._sent.append(fact)
+        self._blocks += len(fact.blocks)
+        while self._blocks > MAX_JOURNAL_BLOCKS:
+            self._blocks -= len(self._sent.popleft().blocks)
+
+    def note_stored(self, fact: PeerStored) -> None:
+        self._stored.append(fact)
+
+    def fetch(self, blocks: int) -> list[PeerSent | PeerStored]:
+        """Takes out the oldest, up to so many blocks but one prompt at least, and all stored responses."""
+        facts: list[PeerSent | PeerStored] = list(self._stored)
+        self._stored.clear()
+        while self._sent and (blocks > 0 or not facts):
+            fact = self._sent.popleft()
+            self._blocks -= len(fact.blocks)
+            blocks -= len(fact.blocks)
+            facts.append(fact)
+        return facts
+
+    @property
+    def is_empty(self) -> bool:
+        return not self._sent and not self._stored
+
+
+class Report:
+    """The last word of one other gateway about one replica, and when it came."""
+
+    __slots__ = ("at", "fact")
+
+    def __init__(self, fact: PeerReported, at: float) -> None:
+        self.fact = fact
+        self.at = at
+
+
+class PeerLoads:
+    """What other gateways have booked at one replica."""
+
+    __slots__ = ("_reports",)
+
+    def __init__(self) -> None:
+        self._reports: dict[str, Report] = {}
+
+    def __repr__(self) -> str:
+        return f"<PeerLoads of {len(self._reports)} gateways>"
+
+    def report(self, fact: PeerReported, now: float) -> bool:
+        """Replaces the gateway's last one. Returns whether that gateway has just ejected the replica."""
+        before = self._reports.get(fact.peer)
+        self._reports[fact.peer] = Report(fact, now)
+        if before is None:  # somebody new: a good time to forget who is gone
+            self._reports = {peer: one for peer, one in self._reports.items() if now - one.at <= REPORT_SECONDS}
+        return fact.ejected and not (before is not None and before.fact.ejected)
+
+    def in_flight(self, now: float) -> int:
+        return sum([one.fact.in_flight for one in self._reports.values() if now - one.at <= REPORT_SECONDS])
+
+    def running_tokens(self, now: float) -> float:
+        return sum([one.fact.running_tokens for one in self._reports.values() if now - one.at <= REPORT_SECONDS])
+
+    def pending_tokens(self, now: float, prefill_rate: float) -> float:
+        """Less what the replica has prefilled since each report."""
+        total = 0.0
+        for one in self._reports.values():
+            if (age := now - one.at) <= REPORT_SECONDS:
+                total += max(0.0, one.fact.pending_tokens - max(0.0, age) * prefill_rate)
+        return total
