@@ -30,7 +30,7 @@ from fastapi.responses import JSONResponse, PlainTextResponse
 from gateway.access import configured_access, replica_key
 from gateway.admin import build_admin_api, listening
 from gateway.admin_key import read_admin_key
-from gateway.config import Config
+from gateway.config import Config, ConfigError
 from gateway.core.model import Fact, HealthState, ModelCard, ReplicaId, ReplicaRemoved, RoutingError, UnknownModel
 from gateway.core.policy import policy_named
 from gateway.core.router import Router
@@ -40,6 +40,8 @@ from gateway.feeds.background import Background
 from gateway.feeds.discovery import Discovery
 from gateway.feeds.engines import Engines, Said
 from gateway.feeds.fetch import ReplicaClient
+from gateway.feeds.peer_entries import RefusedFor
+from gateway.feeds.peers import Peers
 from gateway.feeds.probes import Probes, list_models
 from gateway.feeds.registry import Registry
 from gateway.feeds.replicas import Replicas
@@ -137,6 +139,7 @@ class Gateway:
         )
         self.admin_key = read_admin_key(config.admin, os.environ)
         self.viewers = Viewers(config.server.host, self.admin_key)
+        self.peers = self._peers() if config.redis.url is not None else None
         self.view = FleetView(self.router, self.discovery, self.registry, self.engines)
 
     @property
@@ -202,6 +205,8 @@ class Gateway:
             engines=self.engines,
         )
         jobs = [self.discovery.run(), probes.run(), scrape.run()]
+        if self.peers is not None:
+            jobs.append(self.peers.run())
         if self.door.access is not None:
             background = self.door.background = Background(self.clock, self.telemetry.tokens_charged)
             jobs.append(background.run(client))
@@ -212,6 +217,26 @@ class Gateway:
             self.door.on_prompt = counts.note
             jobs.append(counts.run(client))
         return jobs
+
+    def _peers(self) -> Peers:
+        """Raises `ConfigError`."""
+        redis = self.config.redis
+        secret = os.environ.get(redis.secret_env, "")
+        if not secret:
+            log.warning("[redis] without $%s: whoever writes to that Redis can steer requests", redis.secret_env)
+        try:
+            return Peers(
+                self.router,
+                self.door.gate.release,
+                self.telemetry.peers([reason.value for reason in RefusedFor]),
+                url=redis.url or "",
+                name=redis.name,
+                secret=secret.encode("utf-8", "surrogateescape"),
+                max_bytes=redis.memory_mib * 2**20,
+                clock=self.clock,
+            )
+        except ValueError as error:
+            raise ConfigError("redis.url: is not understood by the Redis client") from error
 
     async def _list_models(self, replica: ReplicaId) -> tuple[ModelCard, ...]:
         """What a replica that is not known yet serves."""

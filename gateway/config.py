@@ -218,6 +218,21 @@ class Auth(Struct, frozen=True, forbid_unknown_fields=True):
     """Environment variable with what the salts are made of: the same for all gateways of a fleet. Random when empty."""
 
 
+class Redis(Struct, frozen=True, forbid_unknown_fields=True):
+    """`[redis]`: several gateways in front of the same replicas share what they know. Off without a URL."""
+
+    url: str | None = None
+    """`redis://`, `rediss://` or `unix://`, with user and password where there are any."""
+    secret_env: str = "WARMLANE_REDIS_SECRET"
+    """Environment variable with what entries are sealed by, the same for all gateways of a fleet. Without it whoever
+    writes to Redis can steer requests."""
+    name: Annotated[str, Meta(min_length=1, max_length=64)] = "warmlane"
+    """Of the fleet: gateways that share a Redis and no replicas need different ones."""
+    memory_mib: Annotated[int, Meta(ge=1, le=65_536)] = 64
+    """The stream is cut at this. It is also what a gateway that starts learns from: 64 MiB are some 80,000 prompts of
+    10,000 tokens."""
+
+
 class Config(Struct, frozen=True, forbid_unknown_fields=True):
     server: Server = Server()
     replicas: list[Replica] = []
@@ -228,6 +243,7 @@ class Config(Struct, frozen=True, forbid_unknown_fields=True):
     admin: Admin = Admin()
     workers: Workers = Workers()
     auth: Auth = Auth()
+    redis: Redis = Redis()
 
 
 def load(path: Path) -> Config:
@@ -287,6 +303,8 @@ def checked(config: Config) -> Config:
         raise ConfigError(f"routing.shadow: {repeated[0]} is listed twice")
     if config.workers.first_back_off_seconds > config.workers.longest_back_off_seconds:
         raise ConfigError("workers.first_back_off_seconds: is above longest_back_off_seconds")
+    if config.redis.url is not None:
+        check_redis(config.redis.url)
     check_admin(config.admin)
     check_listeners(config.server, config.admin)
     return msgspec.structs.replace(config, replicas=replicas, discovery=discovery)
@@ -305,6 +323,18 @@ def check_admin(admin: Admin) -> None:
             ipaddress.ip_network(network)
         except ValueError as error:
             raise ConfigError(f"admin.allow[{position}]: {error}") from error
+
+
+def check_redis(url: str) -> None:
+    """Raises `ConfigError`, without the URL: it may hold a password."""
+    try:
+        parts = urlsplit(url)
+        if parts.scheme not in ("redis", "rediss", "unix"):
+            raise ConfigError("redis.url: begins with redis://, rediss:// or unix://")
+        if not (parts.path if parts.scheme == "unix" else parts.hostname) or parts.port == 0:
+            raise ConfigError("redis.url: names no server")
+    except ValueError as error:
+        raise ConfigError("redis.url: is no URL") from error
 
 
 def check_listeners(server: Server, admin: Admin) -> None:

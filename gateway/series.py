@@ -6,6 +6,7 @@ Nothing here knows Prometheus: `gateway.telemetry` makes metric families of them
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Iterable
 from itertools import accumulate
 
 from gateway.core.model import Decision
@@ -90,3 +91,22 @@ class CachedTokens:
 
     def __init__(self) -> None:
         self.predicted = self.reported = 0
+
+
+class PeerSeries:
+    """What is shared with other gateways (`gateway.feeds.peers`)."""
+
+    __slots__ = ("connected", "failures", "heard", "received", "refused", "sent")
+
+    def __init__(self, refusals: Iterable[str]) -> None:
+        self.connected = False
+        self.sent = self.received = 0
+        """Entries."""
+        self.failures = 0
+        """Rounds."""
+        self.refused: dict[tuple[str], int] = {(reason,): 0 for reason in refusals}
+        self.heard: dict[str, float] = {}
+        """When each of the others reported last."""
+
+    def forget_before(self, at: float) -> None:
+        self.heard = {peer: last for peer, last in self.heard.items() if last >= at}

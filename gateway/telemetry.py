@@ -27,6 +27,7 @@ from gateway.core.model import (
     RouteRequest,
     RouterStatistics,
 )
+from gateway.core.sharing import REPORT_SECONDS
 from gateway.prefix_log import PrefixLog
 from gateway.request_log import RequestLog, RequestRecord
 from gateway.series import (
@@ -40,6 +41,7 @@ from gateway.series import (
     CachedTokens,
     Histogram,
     ModelSeries,
+    PeerSeries,
     ShadowSeries,
 )
 
@@ -139,6 +141,13 @@ WAITING = Family("gauge", "warmlane_waiting_requests", "Requests now waiting at 
 INDEX_BLOCKS = Family("gauge", "warmlane_index_blocks", "Prefix blocks in the index, all replicas together.")
 INDEX_CAPACITY = Family("gauge", "warmlane_index_capacity_blocks", "Prefix blocks that fit into the index.")
 CACHE_SHARE = Family("gauge", "warmlane_cache_share_ratio", "Learned part of reported KV caches that holds prefixes.")
+PEERS = Family("gauge", "warmlane_peers", "Other gateways heard of in the last seconds.")
+PEERS_CONNECTED = Family("gauge", "warmlane_peers_connected", "1 while the view is shared through Redis.")
+PEER_ENTRIES = Family("counter", "warmlane_peer_entries_total", "Entries of the shared stream.", ("direction",))
+PEER_ENTRIES_REFUSED = Family(
+    "counter", "warmlane_peer_entries_refused_total", "Entries that no gateway of ours made so.", ("reason",)
+)
+PEER_FAILURES = Family("counter", "warmlane_peer_failures_total", "Rounds with Redis that failed.")
 REPLICA_STATE = Family("gauge", "warmlane_replica_state", "1 for the state it is in.", ("replica", "state"))
 WORKERS = Family("gauge", "warmlane_workers", "Replicas that this process runs itself.", ("state",))
 WORKER_STARTS = Family("counter", "warmlane_worker_starts_total", "Starts of each of them.", ("replica",))
@@ -202,6 +211,11 @@ FAMILIES: tuple[Family, ...] = (
     INDEX_BLOCKS,
     INDEX_CAPACITY,
     CACHE_SHARE,
+    PEERS,
+    PEERS_CONNECTED,
+    PEER_ENTRIES,
+    PEER_ENTRIES_REFUSED,
+    PEER_FAILURES,
     REPLICA_STATE,
     WORKERS,
     WORKER_STARTS,
@@ -256,6 +270,7 @@ class Telemetry(Collector):
         self._cached_by: dict[str, CachedTokens] = {}
         self._prediction_error = Histogram(ERROR_BOUNDS)
         self._shadows: list[ShadowSeries] = []
+        self._peers: PeerSeries | None = None
         self._attempts: dict[tuple[ReplicaId, str], int] = defaultdict(int)
         self._replays: dict[tuple[str], int] = defaultdict(int)
         self._replays_refused = 0
@@ -359,6 +374,11 @@ class Telemetry(Collector):
         self._shadows.append(series)
         return series
 
+    def peers(self, refusals: Iterable[str]) -> PeerSeries:
+        """Where it is counted what is shared with other gateways, from now on also on the page."""
+        self._peers = PeerSeries(refusals)
+        return self._peers
+
     def flush(self) -> None:
         """Pass the log records on. To be called several times a second."""
         if self._log is not None:
@@ -417,6 +437,8 @@ class Telemetry(Collector):
         yield from self._counter_families()
         yield from self._prediction_families()
         yield from self._shadow_families()
+        if self._peers is not None:
+            yield from _peer_families(self._peers, self._clock())
         yield from _router_families(statistics)
         yield from _replica_families(statistics.replicas)
         states, starts = (self.workers.states(), self.workers.starts()) if self.workers is not None else ({}, {})
@@ -469,6 +491,15 @@ class Telemetry(Collector):
         yield _histogram(SHADOW_REGRET_SECONDS, {(one.policy,): one.regret for one in self._shadows})
         yield _counter(SHADOW_CACHED_TOKENS, cached)
         yield _counter(SHADOW_FAILURES, {(one.policy,): one.failures for one in self._shadows})
+
+
+def _peer_families(peers: PeerSeries, now: float) -> Iterator[Metric]:
+    fresh = [last for last in peers.heard.values() if now - last <= REPORT_SECONDS]
+    yield _gauge_family(PEERS, [((), len(fresh))])
+    yield _gauge_family(PEERS_CONNECTED, [((), float(peers.connected))])
+    yield _counter(PEER_ENTRIES, {("sent",): peers.sent, ("received",): peers.received})
+    yield _counter(PEER_ENTRIES_REFUSED, peers.refused)
+    yield _counter(PEER_FAILURES, {(): peers.failures})
 
 
 def _router_families(statistics: RouterStatistics) -> Iterator[Metric]:

@@ -1,0 +1,282 @@
+"""Gateways in front of the same replicas share what they know, through one stream of a Redis or Valkey.
+
+Each gateway adds what it has done to the stream, and reads what the others did: 20 times a second, in one round trip.
+The facts go into its own router, which stays the one place where anything is decided. Nothing on the way of a request
+waits for Redis, or asks it anything.
+
+**Redis is a convenience.** Every round has a time limit; one that fails is tried again after half a second, a second,
+and then every two. Until it is back each gateway decides by what it knows, and keeps a bounded journal.
+
+**The stream is bounded, and is the snapshot.** It is cut at the configured size by whoever adds to it. A gateway that
+starts reads all of it, so it knows what was sent where before its first decision: as old as it is, since the oldest
+blocks are the first to go. Reports of load are believed only when they are fresh.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import secrets
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+from urllib.parse import urlsplit
+
+from redis.asyncio import Redis
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+
+from gateway.core.model import HealthState, PeerFact, PeerReported
+from gateway.core.router import Router
+from gateway.core.sharing import REPORT_SECONDS, Journal
+from gateway.feeds.peer_entries import SENDER_BYTES, Receiver, Refused, RefusedFor, Seal, Sender
+from gateway.series import PeerSeries
+
+log = logging.getLogger(__name__)
+
+ROUND_SECONDS = 0.05
+"""Between two rounds: what one gateway does, the others know within 100 ms."""
+TIMEOUT_SECONDS = 1.0
+"""For a whole round. On one network it takes a millisecond; a Redis that needs longer than this is no help."""
+BACK_OFF_SECONDS = (0.5, 1.0, 2.0)
+"""After the first, second and every further failure in a row: with the time limit, back within 3 s of its return."""
+READ_ENTRIES = 16
+"""Of one round. Only a gateway that has just started finds as many, and reads on at once."""
+ENTRY_BLOCKS = 8_192
+"""Prefix blocks in one entry, 64 KiB, and those of one prompt more."""
+ROUND_ENTRIES = 8
+"""Entries of one round: ten times what a thousand requests a second with 8,000 tokens need."""
+IDLE_REPORT_SECONDS = 1.0
+"""A report that says the same as the one before is sent so often."""
+KEEP_SECONDS = 3_600
+"""The stream is gone so long after the last gateway: no cache is warm for longer."""
+START_SECONDS = 5.0
+"""Wait so long for replicas that are up before the stream is read: facts about replicas that are not known are lost."""
+ENTRY_OVERHEAD_BYTES = 96
+"""Of an entry in Redis beside its payload: id, field, and its share of a node."""
+LONG_ENTRY_BYTES = 4_096
+"""From here on an entry takes up to a millisecond to observe."""
+MARKS = 64
+FIELD = b"e"
+START = b"0-0"
+
+
+class StreamMarks:
+    """Where the stream has to be cut to stay below its size: ids of entries, a sixty-fourth of the size apart."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._marks: deque[tuple[bytes, int]] = deque()
+        """Id of the first entry, and bytes from there to the next mark."""
+        self._bytes = 0
+
+    def note(self, id: bytes, size: int) -> None:
+        """The next entry of the stream."""
+        if self._marks and self._marks[-1][1] < self._max_bytes // MARKS:
+            first, bytes_ = self._marks.pop()
+            self._marks.append((first, bytes_ + size))
+        else:
+            self._marks.append((id, size))
+        self._bytes += size
+        while self._bytes > self._max_bytes and len(self._marks) > 1:
+            self._bytes -= self._marks.popleft()[1]
+
+    @property
+    def first(self) -> bytes | None:
+        """The oldest entry that may stay."""
+        return self._marks[0][0] if self._marks else None
+
+    def clear(self) -> None:
+        self._marks.clear()
+        self._bytes = 0
+
+
+class Peers:
+    """Shares this gateway's view with the others, and theirs with its router. `run` never ends by itself."""
+
+    def __init__(
+        self,
+        router: Router,
+        on_heard: Callable[[], None],
+        series: PeerSeries,
+        *,
+        url: str,
+        name: str,
+        secret: bytes,
+        max_bytes: int,
+        clock: Callable[[], float],
+    ) -> None:
+        """`on_heard` is called after facts were observed. Gives the router its journal."""
+        self._router = router
+        self._journal = router.journal = Journal()
+        self._on_heard = on_heard
+        self._series = series
+        self._clock = clock
+        own = secrets.token_bytes(SENDER_BYTES)
+        self._name = own.hex()
+        self._sender = Sender(Seal(secret), own)
+        self._receiver = Receiver(Seal(secret), own)
+        self._key = f"{name}:view:1".encode()
+        self._marks = StreamMarks(max_bytes)
+        self._position = START
+        self._newest_ms = 0
+        """Of the stream's newest entry, by the clock of Redis."""
+        self._reported: list[PeerReported] = []
+        self._report_due = 0.0
+        self._place = place_of(url)
+        self._redis = Redis.from_url(
+            url,
+            socket_timeout=TIMEOUT_SECONDS,
+            socket_connect_timeout=TIMEOUT_SECONDS,
+            retry=Retry(NoBackoff(), 0),
+            protocol=2,
+        )
+
+    async def run(self) -> None:
+        failures = 0
+        try:
+            await self._wait_for_replicas()
+            while True:
+                try:
+                    async with asyncio.timeout(TIMEOUT_SECONDS):
+                        await self._find_position()
+                    self._series.connected = True
+                    if failures:
+                        log.info("Redis at %s is back: the view is shared again", self._place)
+                    failures = 0
+                    await self._exchange()
+                except Exception as error:  # whatever a broken server makes of the client: the view is not worth more
+                    self._series.connected = False
+                    self._series.failures += 1
+                    if not failures:
+                        log.warning("Redis at %s: %s; deciding alone until it is back", self._place, in_short(error))
+                    await self._disconnect()
+                    await asyncio.sleep(BACK_OFF_SECONDS[min(failures, len(BACK_OFF_SECONDS) - 1)])
+                    failures += 1
+        finally:
+            await self._disconnect()
+
+    async def _disconnect(self) -> None:
+        with contextlib.suppress(Exception):  # it is gone either way
+            async with asyncio.timeout(TIMEOUT_SECONDS):
+                await self._redis.aclose()
+
+    async def _wait_for_replicas(self) -> None:
+        until = self._clock() + START_SECONDS
+        while self._clock() < until:
+            replicas = self._router.statistics(self._clock()).replicas
+            if replicas and all(one.health is not HealthState.UNKNOWN for one in replicas):
+                return
+            await asyncio.sleep(ROUND_SECONDS)
+
+    async def _find_position(self) -> None:
+        """Where to read on: at the start if the stream is another one, or its clock went back."""
+        newest: Any = await self._redis.xrevrange(self._key, count=1)
+        self._newest_ms = milliseconds(newest[0][0]) if newest else 0
+        if not newest or order(newest[0][0]) < order(self._position):
+            self._position = START
+            self._marks.clear()
+
+    async def _exchange(self) -> None:
+        """Rounds without end. Raises what the client raises."""
+        while True:
+            entries = self._entries_to_send()
+            async with asyncio.timeout(TIMEOUT_SECONDS):
+                found = await self._round(entries)
+            await self._hear(found)
+            if len(found) < READ_ENTRIES:
+                await asyncio.sleep(ROUND_SECONDS)
+
+    async def _round(self, entries: list[bytes]) -> list[tuple[bytes, dict[bytes, bytes]]]:
+        pipeline = self._redis.pipeline(transaction=False)
+        for entry in entries:
+            pipeline.xadd(self._key, {FIELD: entry})
+        if entries:
+            if (first := self._marks.first) is not None:
+                pipeline.xtrim(self._key, minid=first, approximate=False)
+            pipeline.expire(self._key, KEEP_SECONDS)
+        pipeline.xread({self._key: self._position}, count=READ_ENTRIES)
+        answers = await pipeline.execute()
+        self._series.sent += len(entries)
+        return answers[-1][0][1] if answers[-1] else []
+
+    def _entries_to_send(self) -> list[bytes]:
+        now = self._clock()
+        facts: list[PeerFact] = list(self._reports(now))
+        entries: list[bytes] = []
+        while (facts or not self._journal.is_empty) and len(entries) < ROUND_ENTRIES:
+            entries.append(self._sender.entry([*facts, *self._journal.fetch(ENTRY_BLOCKS)]))
+            facts = []
+        return entries
+
+    def _reports(self, now: float) -> list[PeerReported]:
+        """What is booked, if that has changed or was not said for a while."""
+        reports = self._router.report_to_peers(self._name, now)
+        if reports == self._reported and now < self._report_due:
+            return []
+        self._reported, self._report_due = reports, now + IDLE_REPORT_SECONDS
+        return reports
+
+    async def _hear(self, found: list[tuple[bytes, dict[bytes, bytes]]]) -> None:
+        if not found:
+            return
+        self._newest_ms = max(self._newest_ms, milliseconds(found[-1][0]))
+        heard = False
+        for id, fields in found:
+            self._position = id
+            entry = fields.get(FIELD, b"")
+            self._marks.note(id, sum(map(len, fields)) + sum(map(len, fields.values())) + ENTRY_OVERHEAD_BYTES)
+            try:
+                facts = self._receiver.facts(entry)
+            except Refused as refused:
+                self._refuse(refused.reason)
+                continue
+            if facts:
+                heard = True
+                self._series.received += 1
+                self._observe(facts, (self._newest_ms - milliseconds(id)) / 1e3)
+            if len(entry) > LONG_ENTRY_BYTES:
+                await asyncio.sleep(0)  # requests first
+        if heard:
+            self._on_heard()
+
+    def _observe(self, facts: list[PeerFact], age_seconds: float) -> None:
+        now = self._clock()
+        age_seconds = min(max(0.0, age_seconds), KEEP_SECONDS)
+        for fact in facts:
+            if isinstance(fact, PeerReported):
+                if age_seconds > REPORT_SECONDS:
+                    continue
+                self._series.heard[fact.peer] = now
+            self._router.observe(fact, now - age_seconds)
+        if len(self._series.heard) > 1:
+            self._series.forget_before(now - REPORT_SECONDS)
+
+    def _refuse(self, reason: RefusedFor) -> None:
+        refused = self._series.refused
+        if reason is RefusedFor.FORGED and not refused[reason.value,]:
+            log.warning("Redis at %s: an entry is not made with our secret; such are ignored", self._place)
+        refused[reason.value,] += 1
+
+
+def milliseconds(id: bytes) -> int:
+    return order(id)[0]
+
+
+def order(id: bytes) -> tuple[int, int]:
+    """Of ids of a stream: milliseconds and number. Raises `ValueError`."""
+    first, _, second = id.partition(b"-")
+    return int(first), int(second)
+
+
+def place_of(url: str) -> str:
+    """The URL without what may be secret."""
+    parts = urlsplit(url)
+    return parts.path if parts.scheme == "unix" else parts.netloc.rpartition("@")[2]
+
+
+def in_short(error: Exception) -> str:
+    if isinstance(error, TimeoutError):
+        return f"no answer within {TIMEOUT_SECONDS:g} s"
+    return " ".join(str(error).split())[:200] or type(error).__name__

@@ -1,0 +1,210 @@
+"""Redis joins two gateways, and goes away in every manner (tests 13 and 14; O-24)."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.chaos.conftest import Figures
+from tests.chaos.openloop import Load, Result, Traffic, ends, percentile
+from tests.chaos.rig import GatewayProcess, Rig, eventually, span, standing
+from tests.redis_server import RedisServer
+
+RATE = 50.0
+"""Requests a second at each of two gateways: both, their load, three replicas and Redis share two cores."""
+CALM_SECONDS = 5.0
+TARGET_P99_MS = 20.0
+TARGET_BACK_SECONDS = 5.0
+
+
+class SlowProxy:
+    """Between gateways and Redis: passes everything on, after a time."""
+
+    def __init__(self, port: int) -> None:
+        self.seconds = 0.0
+        self.port = 0
+        self._to = port
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    @contextlib.asynccontextmanager
+    async def standing(self) -> AsyncIterator[SlowProxy]:
+        server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
+        self.port = server.sockets[0].getsockname()[1]
+        try:
+            yield self
+        finally:
+            server.close()
+            for task in list(self._tasks):
+                task.cancel()
+            await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        with contextlib.suppress(OSError):
+            below_reader, below_writer = await asyncio.open_connection("127.0.0.1", self._to)
+            try:
+                await asyncio.gather(self._pass(reader, below_writer), self._pass(below_reader, writer))
+            finally:
+                below_writer.close()
+                writer.close()
+
+    async def _pass(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while data := await reader.read(65_536):
+            await asyncio.sleep(self.seconds)
+            writer.write(data)
+        writer.close()
+
+
+@dataclass
+class Stage:
+    rig: Rig
+    redis: RedisServer
+    proxy: SlowProxy
+
+
+@contextlib.asynccontextmanager
+async def two_gateways(folder: Path, *, absent: bool = False) -> AsyncIterator[Stage]:
+    redis = RedisServer(folder)
+    if not absent:
+        redis.start()
+    async with SlowProxy(redis.port).standing() as proxy:
+        try:
+            config = {"redis": {"url": f"redis://127.0.0.1:{proxy.port}"}}
+            async with standing(folder, gateways=2, config=config) as rig:
+                if not absent:
+                    await eventually(lambda: all_joined(rig), "the gateways have heard of each other")
+                yield Stage(rig, redis, proxy)
+        finally:
+            redis.kill()
+
+
+async def joined(gateway: GatewayProcess) -> bool:
+    page = await gateway.metrics()
+    return page.total("warmlane_peers_connected") == 1.0 and page.total("warmlane_peers") == 1.0
+
+
+async def all_joined(rig: Rig) -> bool:
+    return all([await joined(gateway) for gateway in rig.gateways])
+
+
+async def none_connected(rig: Rig) -> bool:
+    return not any([(await gateway.metrics()).total("warmlane_peers_connected") for gateway in rig.gateways])
+
+
+def p99_ms(results: list[Result]) -> float:
+    return percentile([one.seconds for one in results if not one.stream], 0.99) * 1e3
+
+
+def kill(stage: Stage) -> None:
+    stage.redis.kill()
+
+
+def freeze(stage: Stage) -> None:
+    stage.redis.freeze()
+
+
+def slow_down(stage: Stage) -> None:
+    stage.proxy.seconds = 2.0
+
+
+def start(stage: Stage) -> None:
+    stage.redis.start()
+
+
+def thaw(stage: Stage) -> None:
+    stage.redis.thaw()
+
+
+def speed_up(stage: Stage) -> None:
+    stage.proxy.seconds = 0.0
+
+
+FAULTS: dict[str, tuple[Callable[[Stage], None], Callable[[Stage], None]]] = {
+    "killed": (kill, start),
+    "frozen": (freeze, thaw),
+    "slow (2 s)": (slow_down, speed_up),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+async def test_13_redis_goes_away(fault: str, tmp_path: Path, figures: Figures) -> None:
+    """O-24: under load, for some seconds; no request notices."""
+    begin, end = FAULTS[fault]
+    async with two_gateways(tmp_path) as stage:
+        rig = stage.rig
+        loads = [Load(gateway.url, Traffic(rate=RATE)) for gateway in rig.gateways]
+        async with loads[0].running(), loads[1].running():
+            await asyncio.sleep(CALM_SECONDS)
+            fault_at = time.monotonic()
+            begin(stage)
+            await asyncio.sleep(span(15.0, 6.0))
+            assert await none_connected(rig)
+            end(stage)
+            back_at = time.monotonic()
+            back = await eventually(lambda: all_joined(rig), "the view is shared again")
+            await asyncio.sleep(1.0)
+        results = [one for load in loads for one in load.results]
+    before = p99_ms([one for one in results if fault_at - CALM_SECONDS + 1.0 < one.sent_at < fault_at])
+    during = p99_ms([one for one in results if fault_at <= one.sent_at < back_at])
+    failed = [one for one in results if not one.ok]
+    record_13(figures, fault, len(results), failed, during - before, back)
+
+
+async def test_13_redis_absent_at_start(tmp_path: Path, figures: Figures) -> None:
+    """O-24: the gateways start, serve, and share once there is one."""
+    async with two_gateways(tmp_path, absent=True) as stage:
+        rig = stage.rig
+        loads = [Load(gateway.url, Traffic(rate=RATE)) for gateway in rig.gateways]
+        async with loads[0].running(), loads[1].running():
+            await asyncio.sleep(span(15.0, 6.0))
+            assert await none_connected(rig)
+            began = time.monotonic()
+            start(stage)
+            back = await eventually(lambda: all_joined(rig), "the view is shared")
+            await asyncio.sleep(CALM_SECONDS)
+        results = [one for load in loads for one in load.results]
+    without = p99_ms([one for one in results if one.sent_at < began])
+    shared = p99_ms([one for one in results if one.sent_at > began + back])
+    record_13(figures, "absent at start", len(results), [r for r in results if not r.ok], without - shared, back)
+
+
+def record_13(
+    figures: Figures, fault: str, requests: int, failed: list[Result], added_ms: float, back_seconds: float
+) -> None:
+    figures.record(
+        13,
+        fault,
+        f"{len(failed)} of {requests} requests failed, p99 {added_ms:+.1f} ms, shared again after {back_seconds:.1f} s",
+        "0; <= +20 ms; <= 5 s",
+        not failed and added_ms <= TARGET_P99_MS and back_seconds <= TARGET_BACK_SECONDS,
+    )
+    assert not failed, ends(failed)
+    assert added_ms <= TARGET_P99_MS
+    assert back_seconds <= TARGET_BACK_SECONDS
+
+
+@pytest.mark.parametrize(("redis", "most"), [(True, 1.5), (False, 2.0)])
+async def test_14_two_gateways_one_hot_prefix(redis: bool, most: float, tmp_path: Path, figures: Figures) -> None:
+    """All prompts open alike, and come in through both."""
+    async with two_gateways(tmp_path, absent=not redis) as stage:
+        loads = [Load(gateway.url, Traffic(rate=RATE, families=1)) for gateway in stage.rig.gateways]
+        async with loads[0].running(), loads[1].running():
+            await asyncio.sleep(span(30.0, 12.0))
+        results = [one for load in loads for one in load.results]
+        counts = Counter({replica.url: 0 for replica in stage.rig.replicas})
+    counts.update(one.replica for one in results if one.ok)
+    ratio = max(counts.values()) / (sum(counts.values()) / len(counts))
+    title = "with Redis" if redis else "without Redis"
+    figures.record(14, title, f"busiest/mean {ratio:.2f}", f"<= {most}", ratio <= most)
+    assert all(one.ok for one in results), ends(results)
+    assert ratio <= most

@@ -1,0 +1,161 @@
+"""What gateways tell each other, and what a router makes of it."""
+
+from __future__ import annotations
+
+from gateway.core.health import Health
+from gateway.core.model import (
+    BlockHash,
+    Decision,
+    HealthState,
+    Outcome,
+    PeerReported,
+    PeerSent,
+    PeerStored,
+    ProbeAnswered,
+    ReplicaAdded,
+    ReplicaId,
+    ReplicaView,
+    RouteRequest,
+)
+from gateway.core.router import Router
+from gateway.core.settings import RoutingSettings
+from gateway.core.sharing import MAX_JOURNAL_BLOCKS, REPORT_SECONDS, Journal
+
+A, B = ReplicaId("http://a:8000"), ReplicaId("http://b:8000")
+
+
+def router() -> Router:
+    made = Router(RoutingSettings(block_bytes=512))
+    for replica in (A, B):
+        made.observe(ReplicaAdded(replica), 0.0)
+        made.observe(ProbeAnswered(replica, True), 0.0)
+    return made
+
+
+def prompt(first: int, blocks: int = 40) -> RouteRequest:
+    return RouteRequest(blocks=[BlockHash(first * 100_000 + i) for i in range(blocks)], length=512 * blocks)
+
+
+def view_of(decision: Decision, replica: ReplicaId) -> ReplicaView:
+    return next(view for view, _ in decision.ranking if view.replica == replica)
+
+
+def report(replica: ReplicaId, *, in_flight: int = 0, pending: float = 0.0, ejected: bool = False) -> PeerReported:
+    return PeerReported(replica, "other", in_flight, pending, 100.0 * in_flight, ejected)
+
+
+def test_goes_where_another_gateway_has_sent_the_prefix() -> None:
+    for replica in (A, B):
+        one = router()
+        one.observe(PeerSent(replica, prompt(1).blocks), 0.0)
+        assert one.decide(prompt(1), 0.1).replica == replica
+
+
+def test_what_another_has_sent_holds_no_cache_by_itself() -> None:
+    one = router()
+    one.observe(PeerSent(A, prompt(1).blocks), 0.0)
+    assert view_of(one.decide(prompt(2), 0.1), A).in_flight_tokens == 0.0
+
+
+def test_load_of_others_counts_until_it_is_old() -> None:
+    one = router()
+    one.observe(report(A, in_flight=5, pending=50_000.0), 10.0)
+    view = view_of(one.decide(prompt(1), 10.0), A)
+    assert (view.in_flight, view.pending_tokens, view.in_flight_tokens) == (5, 50_000.0, 500.0)
+    assert one.decide(prompt(1), 10.0).replica == B
+    later = view_of(one.decide(prompt(1), 11.0), A)
+    assert 0.0 < later.pending_tokens < 50_000.0
+    old = view_of(one.decide(prompt(1), 10.01 + REPORT_SECONDS), A)
+    assert (old.in_flight, old.pending_tokens, old.in_flight_tokens) == (0, 0.0, 0.0)
+
+
+def test_a_report_replaces_the_one_before() -> None:
+    one = router()
+    one.observe(report(A, in_flight=5), 1.0)
+    one.observe(report(A, in_flight=2), 2.0)
+    assert view_of(one.decide(prompt(1), 2.0), A).in_flight == 2
+
+
+def test_two_gateways_report_their_own_part_only() -> None:
+    one = router()
+    one.observe(report(A, in_flight=5, pending=9_000.0), 1.0)
+    flight = one.start(one.decide(prompt(1), 1.0), 1.0)
+    own = {fact.replica: fact for fact in one.report_to_peers("one", 1.0)}
+    assert own[A].in_flight == (flight.replica == A)
+    assert own[flight.replica].pending_tokens > 0.0
+    flight.finish(Outcome.COMPLETED, 2.0)
+    assert all(not fact.in_flight and not fact.pending_tokens for fact in one.report_to_peers("one", 2.0))
+
+
+def test_requests_wait_for_a_replica_that_others_keep_busy() -> None:
+    """Nothing is booked by this gateway: time alone frees the replica."""
+    one = router()
+    for replica in (A, B):
+        one.observe(report(replica, in_flight=3, pending=200_000.0), 1.0)
+    ticket = one.admit(prompt(1), 1.0).ticket
+    again_at = one.release(1.0).again_at
+    assert again_at is not None
+    assert again_at > 1.0
+    assert one.release(1.1 + REPORT_SECONDS).ready == [ticket]
+
+
+def test_another_gateways_ejection_leaves_one_failure_to_go() -> None:
+    one = router()
+    one.observe(report(A, ejected=True), 1.0)
+    assert {r.health for r in one.statistics(1.0).replicas} == {HealthState.UP}
+    one.observe(ProbeAnswered(A, False, "refused"), 1.1)
+    states = {r.replica: r.health for r in one.statistics(1.1).replicas}
+    assert states == {A: HealthState.EJECTED, B: HealthState.UP}
+
+
+def test_a_good_answer_clears_a_doubt_and_it_counts_once() -> None:
+    one = router()
+    one.observe(report(A, ejected=True), 1.0)
+    one.observe(ProbeAnswered(A, True), 1.1)
+    one.observe(report(A, ejected=True), 1.2)
+    one.observe(ProbeAnswered(A, False, "refused"), 1.3)
+    assert {r.health for r in one.statistics(1.3).replicas} == {HealthState.UP}
+
+
+def test_a_doubt_changes_nothing_of_an_ejected_replica() -> None:
+    health = Health(A)
+    health.doubted()
+    assert health.state is HealthState.UNKNOWN
+
+
+def test_stored_responses_of_others_are_found_and_not_passed_on() -> None:
+    one = router()
+    one.journal = Journal()
+    one.observe(PeerStored(A, "resp_1", "tenant"), 0.0)
+    assert one.owner("resp_1") == A
+    assert one.is_foreign("resp_1", "another")
+    assert one.journal.is_empty
+
+
+def test_facts_about_unknown_replicas_are_ignored() -> None:
+    one, gone = router(), ReplicaId("http://gone:8000")
+    for fact in (PeerSent(gone, prompt(1).blocks), report(gone), PeerStored(gone, "resp_1")):
+        one.observe(fact, 0.0)
+    assert one.owner("resp_1") is None
+    assert one.statistics(0.0).index_blocks == 0
+
+
+def test_a_journal_has_what_was_sent_and_stored_once() -> None:
+    one = router()
+    one.journal = Journal()
+    replica = one.start(one.decide(prompt(1), 0.0), 0.0).replica
+    one.own("resp_1", replica)
+    assert one.journal.fetch(1_000) == [PeerStored(replica, "resp_1"), PeerSent(replica, prompt(1).blocks)]
+    assert one.journal.fetch(1_000) == []
+
+
+def test_nobody_fetches_and_the_journal_stays_small() -> None:
+    journal = Journal()
+    for first in range(60):
+        journal.note_sent(PeerSent(A, prompt(first, 8_000).blocks))
+    facts = []
+    while not journal.is_empty:
+        facts += journal.fetch(8_192)
+    sent = [fact for fact in facts if isinstance(fact, PeerSent)]
+    assert MAX_JOURNAL_BLOCKS - 8_000 <= sum(len(fact.blocks) for fact in sent) <= MAX_JOURNAL_BLOCKS
+    assert sent[-1].blocks == prompt(59, 8_000).blocks
