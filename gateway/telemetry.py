@@ -437,8 +437,7 @@ class Telemetry(Collector):
         yield from self._counter_families()
         yield from self._prediction_families()
         yield from self._shadow_families()
-        if self._peers is not None:
-            yield from _peer_families(self._peers, self._clock())
+        yield from _peer_families(self._peers, self._clock())
         yield from _router_families(statistics)
         yield from _replica_families(statistics.replicas)
         states, starts = (self.workers.states(), self.workers.starts()) if self.workers is not None else ({}, {})
@@ -493,7 +492,11 @@ class Telemetry(Collector):
         yield _counter(SHADOW_FAILURES, {(one.policy,): one.failures for one in self._shadows})
 
 
-def _peer_families(peers: PeerSeries, now: float) -> Iterator[Metric]:
+def _peer_families(peers: PeerSeries | None, now: float) -> Iterator[Metric]:
+    if peers is None:  # nothing is shared: no samples
+        yield from (_gauge_family(family, ()) for family in (PEERS, PEERS_CONNECTED))
+        yield from (_counter(family, {}) for family in (PEER_ENTRIES, PEER_ENTRIES_REFUSED, PEER_FAILURES))
+        return
     fresh = [last for last in peers.heard.values() if now - last <= REPORT_SECONDS]
     yield _gauge_family(PEERS, [((), len(fresh))])
     yield _gauge_family(PEERS_CONNECTED, [((), float(peers.connected))])

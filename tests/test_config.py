@@ -84,6 +84,9 @@ def test_every_policy_of_the_core_can_be_configured():
     [
         ("prot = 1", "unknown key prot; did you mean port in [server]?"),
         ("xyzzy = 1", "unknown key xyzzy"),
+        ('[redis]\nurl = "http://user:hidden@redis"', "redis.url: begins with redis://, rediss:// or unix://"),
+        ('[redis]\nurl = "redis://"', "redis.url: names no server"),
+        ('[redis]\nurl = "redis://redis:port"', "redis.url: is no URL"),
         ("[server]\nprot = 1", "unknown key server.prot; did you mean port?"),
         (
             '[[replicas]]\nurl = "http://a"\n[[replicas]]\nulr = "http://b"',
