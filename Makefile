@@ -3,9 +3,9 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 VLLM_VENV ?= .venv-vllm
-SOURCES := setup.py $(shell find gateway workers loadtests -name '*.py' -o -name '*.toml' -o -path '*/planner/configs/*.json')
+SOURCES := setup.py $(shell find gateway workers loadtests -name '*.py' -o -name '*.toml' -o -path '*/planner/configs/*.json' -o -path '*/static/*')
 
-.PHONY: install run test test-compiled test-vllm test-deploy test-engines clients chaos chaos-steady check bench bench-vllm clean
+.PHONY: install run test test-compiled test-vllm test-deploy test-engines test-e2e clients chaos chaos-steady check bench bench-vllm clean
 
 install: $(VENV)/installed
 
@@ -48,6 +48,11 @@ test-deploy: install
 test-engines: install
 	PYTHON=$(PYTHON) sh tests/engines/install.sh .venv-llama
 	$(BIN)/python -m pytest -m engines tests/engines
+
+# The live page in a real browser: Debian's Chromium, driven by Playwright.
+test-e2e: install
+	PYTHON=$(BIN)/python sh tests/e2e/install.sh .cache/e2e
+	$(BIN)/python -m pytest -m e2e tests/e2e
 
 # Real SDKs and agents for test 19 of the fault tests: needs node and npm.
 clients:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import re
 import socket
 import ssl
 from collections.abc import AsyncIterator, Callable
@@ -27,6 +28,7 @@ from gateway.config_errors import explained
 from gateway.core.model import ReplicaId
 from gateway.feeds.discovery import Discovery
 from gateway.feeds.registry import Refused, Registry
+from gateway.listeners import base_url
 from gateway.proxy import asgi_client
 from gateway.proxy.body_budget import BodyBudget
 from gateway.proxy.control_connection import ControlConnection
@@ -35,7 +37,8 @@ from gateway.proxy.handshakes import accepting
 from gateway.proxy.places import Places
 from gateway.proxy.sweep import sweep
 from gateway.responses import refuse_as_openai_does, response_of, with_body
-from gateway.views import FleetView
+from gateway.tls import Certificate
+from gateway.views import FleetView, is_loopback
 from workers.supervisor import RestartRefused, Supervisor
 
 log = logging.getLogger(__name__)
@@ -46,6 +49,8 @@ BACKLOG = 64
 CLOSE_SECONDS = 1.0
 """For requests under way when the gateway stops: none takes longer but one that waits for a resolver."""
 
+PAGE_HOST = re.compile(r"([A-Za-z0-9.-]{1,253}|\[[0-9A-Fa-f:.]{2,45}\])(?::\d{1,5})?")
+ANY_ADDRESS = ("", "0.0.0.0", "::")
 WANTED_URL = "The url of a replica is http://HOST[:PORT], without path, query or user."
 REFUSED = {
     "registration_off": 403,
@@ -54,6 +59,15 @@ REFUSED = {
     "too_many_registrations": 409,
 }
 """Status for each code of `registry.Refused`."""
+CORS = [(b"access-control-allow-origin", b"*")]
+"""The live page is of another origin (the gateway's address). Whoever has the key may ask from anywhere: browsers add
+nothing to such a request by themselves, so a page of others has no key to show."""
+PREFLIGHT = [
+    *CORS,
+    (b"access-control-allow-methods", b"POST"),
+    (b"access-control-allow-headers", b"authorization"),
+    (b"access-control-max-age", b"600"),
+]
 RESTART_REFUSED = {"no_such_worker": 404, "restart_under_way": 409, "no_stand_in": 409}
 """... and of `RestartRefused`."""
 
@@ -180,13 +194,57 @@ def guarded(api: Any, key: AdminKey) -> Any:
     """Nobody gets as far as the paths without the key."""
 
     async def served(scope: Any, receive: Any, send: Any) -> None:
-        if scope["type"] == "http":
-            if key.opens(scope["headers"]):
-                await api(scope, receive, send)
-            else:
-                await asgi_client.refuse_unread(send, answer(AdminKeyRequired()), scope, receive, unread=True)
+        if scope["type"] != "http":
+            return
+
+        async def readable(message: Any) -> None:
+            if message["type"] == "http.response.start":
+                message = {**message, "headers": [*message["headers"], *CORS]}
+            await send(message)
+
+        if is_preflight(scope):
+            await send({"type": "http.response.start", "status": 204, "headers": PREFLIGHT})
+            await send({"type": "http.response.body"})
+        elif key.opens(scope["headers"]):
+            await api(scope, receive, readable)
+        else:
+            await asgi_client.refuse_unread(readable, answer(AdminKeyRequired()), scope, receive, unread=True)
 
     return served
+
+
+def is_preflight(scope: Any) -> bool:
+    """A browser asks whether a page may ask: without the key, and told nothing that depends on it or on the path."""
+    return scope["method"] == "OPTIONS" and any(
+        name == b"access-control-request-method" for name, _ in scope["headers"]
+    )
+
+
+class AdminListener:
+    """A bound socket, with the gateway's certificate unless only this machine can reach it."""
+
+    def __init__(self, sock: socket.socket, host: str, certificate: Certificate | None) -> None:
+        self._sock, self._host = sock, host
+        self._tls = None if certificate is None or is_loopback(host) else certificate.context
+        self._scheme = "http" if self._tls is None else "https"
+
+    @property
+    def url(self) -> str:
+        return base_url(self._sock, self._scheme)
+
+    def origin(self, page_host: str) -> str:
+        """As a browser reaches it that sees the gateway under this host (`Host` header): by the same name, unless it
+        listens on one address alone. Empty where that is no name."""
+        name = PAGE_HOST.fullmatch(page_host)
+        if name is None:
+            return ""
+        host = name[1]
+        if not (self._host in ANY_ADDRESS or is_loopback(self._host)):
+            host = f"[{self._host}]" if ":" in self._host else self._host
+        return f"{self._scheme}://{host}:{self._sock.getsockname()[1]}"
+
+    def running(self, api: Any, limits: Server) -> contextlib.AbstractAsyncContextManager[None]:
+        return listening(api, self._sock, limits, self._tls)
 
 
 @contextlib.asynccontextmanager

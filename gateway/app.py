@@ -28,12 +28,14 @@ from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse, PlainTextResponse
 
 from gateway.access import configured_access, replica_key
-from gateway.admin import build_admin_api, listening
+from gateway.admin import AdminListener, build_admin_api
 from gateway.admin_key import read_admin_key
 from gateway.config import Config, ConfigError
 from gateway.core.model import Fact, HealthState, ModelCard, ReplicaId, ReplicaRemoved, RoutingError, UnknownModel
 from gateway.core.policy import policy_named
 from gateway.core.router import Router
+from gateway.dashboard.live import Live
+from gateway.dashboard.site import add_dashboard, for_browsers
 from gateway.descriptors import raise_limit, within_descriptors
 from gateway.feeds.addresses import Allowlist
 from gateway.feeds.background import Background
@@ -67,7 +69,7 @@ from gateway.proxy.sweep import sweep
 from gateway.proxy.upstream import Header
 from gateway.responses import refuse_as_openai_does, response_of, with_body
 from gateway.shadow import Shadows
-from gateway.stderr_log import report_unforeseen
+from gateway.stderr_log import report_failure, report_unforeseen
 from gateway.stop_signals import StopSignals
 from gateway.telemetry import Telemetry
 from gateway.tls import Certificate, replica_context
@@ -141,6 +143,10 @@ class Gateway:
         self.viewers = Viewers(config.server.host, self.admin_key)
         self.peers = self._peers() if config.redis.url is not None else None
         self.view = FleetView(self.router, self.discovery, self.registry, self.engines)
+        policy = config.routing.policy
+        self.live = Live(self.router, self.telemetry, self.engines, self.clock, policy, lambda: self.draining)
+        if config.server.dashboard:
+            self.door.on_flight = self.live.decisions.note
 
     @property
     def draining(self) -> bool:
@@ -171,6 +177,8 @@ class Gateway:
             more = (*more, access.watch())
         notices = Notices(lambda: self.router.statistics(self.clock()).replicas)
         beside = (self.door.sweep(), self.flush(), self.watch_lag(), notices.run())
+        if self.config.server.dashboard:
+            more = (*more, self.live.run())
         tasks = [asyncio.create_task(job) for job in (*self._feeds(), *beside, *more)]
         for task in tasks:
             task.add_done_callback(report_failure)
@@ -255,15 +263,8 @@ class Gateway:
             self.telemetry.loop_was_late(self.clock() - due)
 
 
-def report_failure(task: asyncio.Task[None]) -> None:
-    """What runs beside the requests never ends by itself: if it does, that is a bug to be seen at once."""
-    if not task.cancelled() and (error := task.exception()) is not None:
-        context = {"message": "a job beside the requests failed", "exception": error, "task": task}
-        task.get_loop().call_exception_handler(context)
-
-
-def build_api(gateway: Gateway) -> FastAPI:
-    """The control endpoints. What they do not match goes to the inference paths."""
+def build_api(gateway: Gateway, admin: AdminListener | None = None) -> FastAPI:
+    """The control endpoints. What they do not match goes to the inference paths. `admin`: where its listener is."""
 
     api = FastAPI(title="Warmlane", version=version("warmlane"), redirect_slashes=False)
     refuse_as_openai_does(api)
@@ -317,6 +318,8 @@ def build_api(gateway: Gateway) -> FastAPI:
         gateway.viewers.check(request.headers.raw)
         return JSONResponse(gateway.view.show(gateway.clock()))
 
+    if gateway.config.server.dashboard:
+        add_dashboard(api, gateway.viewers, gateway.live, admin)
     api.router.default = inference_paths(gateway.door)
     return api
 
@@ -421,17 +424,16 @@ class Server(uvicorn.Server):
 
 @contextlib.asynccontextmanager
 async def admin_listener(
-    gateway: Gateway, sock: socket.socket | None, certificate: Certificate | None, workers: Supervisor | None
+    gateway: Gateway, listener: AdminListener | None, workers: Supervisor | None
 ) -> AsyncIterator[None]:
-    """Runs it where one is configured, with the gateway's certificate unless only this machine can reach it."""
-    if sock is None or gateway.admin_key is None:
+    """Runs it where one is configured."""
+    if listener is None or gateway.admin_key is None:
         yield
         return
     view, registry = gateway.view, gateway.registry
     api = build_admin_api(gateway.admin_key, gateway.discovery, registry, view, gateway.clock, workers)
-    tls = None if certificate is None or is_loopback(gateway.config.admin.host) else certificate.context
-    async with listening(api, sock, gateway.config.server, tls):
-        log.info("admin listener on %s", base_url(sock, "https" if tls else "http"))
+    async with listener.running(api, gateway.config.server):
+        log.info("admin listener on %s", listener.url)
         yield
 
 
@@ -457,12 +459,15 @@ async def serve_until(
     if gateway.door.access is None and not is_loopback(config.server.host):
         log.warning("listening on %s without keys: whoever reaches it may use the replicas", config.server.host)
     sock, admin_sock = listen_all(config)
+    admin = AdminListener(admin_sock, config.admin.host, certificate) if admin_sock is not None else None
     http: Any = functools.partial(ControlConnection, config.server, gateway.door.places)
     if config.server.http == "fast":
         http = functools.partial(http_client.ClientConnection, gateway.door)
     server = Server(
         uvicorn.Config(
-            quiet_when_stopped(guarded(build_api(gateway), gateway.door, gateway.viewers.is_admin)),
+            quiet_when_stopped(
+                for_browsers(guarded(build_api(gateway, admin), gateway.door, gateway.viewers.is_admin))
+            ),
             http=http,
             ws="none",
             lifespan="off",
@@ -485,7 +490,7 @@ async def serve_until(
     beside = [sweep(server.server_state, loop)]
     if certificate is not None:
         beside.append(certificate.follow())
-    async with gateway.run_beside(*beside), admin_listener(gateway, admin_sock, certificate, workers):
+    async with gateway.run_beside(*beside), admin_listener(gateway, admin, workers):
         if workers is not None:
             gateway.telemetry.workers = workers
             workers.start(OwnReplicas(gateway.router, gateway.discovery, gateway.registry, gateway.clock))

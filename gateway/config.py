@@ -74,6 +74,8 @@ class Server(Struct, frozen=True, forbid_unknown_fields=True):
     """One JSON record for each request on stdout, without prompt text."""
     log_blocks: bool = False
     """Records also say which earlier request had the same first prefix blocks, so that a replay repeats it."""
+    dashboard: bool = True
+    """The live page, its stream and the ring of decisions; without it none of their paths is there."""
 
 
 class Replica(Struct, frozen=True, forbid_unknown_fields=True):

@@ -65,3 +65,10 @@ def log_to_stderr() -> None:
 def report_unforeseen(_: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
     """The event loop's handler for what ended in nobody's hands."""
     log.error("%s", context.get("message", "something failed"), exc_info=context.get("exception"))
+
+
+def report_failure(task: asyncio.Task[None]) -> None:
+    """What runs beside the requests never ends by itself: if it does, that is a bug to be seen at once."""
+    if not task.cancelled() and (error := task.exception()) is not None:
+        context = {"message": "a job beside the requests failed", "exception": error, "task": task}
+        task.get_loop().call_exception_handler(context)

@@ -368,6 +368,13 @@ class Telemetry(Collector):
         """One look at the event loop: something that was due ran so much later."""
         self._loop_lag.observe(max(0.0, seconds))
 
+    def ttft_counts(self) -> list[int]:
+        """First tokens of all models so far, by the buckets of `TTFT_BOUNDS`."""
+        return [sum(counts) for counts in zip(*(one.ttft.counts for one in self._all_series()), strict=True)]
+
+    def _all_series(self) -> list[ModelSeries]:
+        return [*self._series.values(), self._other]
+
     def shadow(self, policy: str) -> ShadowSeries:
         """Where a shadow policy of this name is counted, from now on also on the page."""
         series = ShadowSeries(policy)
@@ -445,8 +452,7 @@ class Telemetry(Collector):
         yield _counter(WORKER_STARTS, {(url,): count for url, count in starts.items()})
 
     def _request_families(self) -> Iterator[Metric]:
-        all_series = [*self._series.values(), self._other]
-        used = [series for series in all_series if any(series.seconds.counts)]
+        used = [series for series in self._all_series() if any(series.seconds.counts)]
         yield _counter(REQUESTS, self._requests)
         yield _histogram(REQUEST_SECONDS, {(series.label,): series.seconds for series in used})
         yield _histogram(TTFT_SECONDS, {(series.label,): series.ttft for series in used})

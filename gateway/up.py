@@ -109,10 +109,11 @@ async def run_together(config: Config, fleet: Fleet) -> int:
             prefill_rate=fleet.prefill_rate,
             on_hopeless=on_hopeless,
         )
+        page = "/dashboard" if config.server.dashboard else ""
         beside: list[asyncio.Task[None]] = []
 
         def on_ready(url: str) -> None:
-            beside.append(asyncio.create_task(greet(url, fleet, supervisor, needs_key)))
+            beside.append(asyncio.create_task(greet(url, fleet, supervisor, needs_key, page)))
 
         try:
             await app.serve_until(signals, config, on_ready=on_ready, workers=supervisor)
@@ -144,7 +145,7 @@ def supervisor_settings(workers: Workers, fleet: Fleet) -> SupervisorSettings:
     )
 
 
-async def greet(url: str, fleet: Fleet, supervisor: Supervisor, needs_key: bool) -> None:
+async def greet(url: str, fleet: Fleet, supervisor: Supervisor, needs_key: bool, page: str) -> None:
     """Say how to call the gateway, once a call would be answered."""
     await supervisor.wait_settled()
     # It asks itself, so nothing is to be verified: the certificate may be of a private authority, and for another name.
@@ -157,10 +158,10 @@ async def greet(url: str, fleet: Fleet, supervisor: Supervisor, needs_key: bool)
         except httpx.HTTPError as error:
             print(f"warmlane: {url}/ready does not answer: {error or type(error).__name__}", file=sys.stderr)
             return
-    print(greeting(url, fleet, needs_key), flush=True)
+    print(greeting(url, fleet, needs_key, page), flush=True)
 
 
-def greeting(url: str, fleet: Fleet, needs_key: bool) -> str:
+def greeting(url: str, fleet: Fleet, needs_key: bool, page: str) -> str:
     replicas = ", ".join(worker.url for worker in fleet.workers)
     header, key = "", "unused"
     if needs_key:
@@ -168,6 +169,7 @@ def greeting(url: str, fleet: Fleet, needs_key: bool) -> str:
     private = ""
     if url.startswith("https:"):
         private = "# Where its authority is a private one: curl --cacert FILE, and SSL_CERT_FILE=FILE for Python.\n"
+    look = f"\n# Which replica a request went to, and why: {url}{page}\n" if page else ""
     return f"""
 # Warmlane serves {url} in front of {replicas}. Ctrl-C stops all. Try, in another terminal:
 {private}
@@ -180,4 +182,4 @@ from openai import OpenAI
 client = OpenAI(base_url="{url}/v1", api_key="{key}")
 answer = client.chat.completions.create(model="{fleet.model}", messages=[{{"role": "user", "content": "Hello"}}])
 print(answer.choices[0].message.content)
-"""
+{look}"""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import contextlib
 import hashlib
 import json
@@ -230,6 +231,27 @@ async def test_the_admin_listener_serves_no_inference_and_the_gateway_no_changes
             answer = await gateway.client.request(method, path, headers=BEARER, json={"url": replica.url})
             assert answer.status_code in (404, 405)
         assert replica.exchanges == []
+
+
+async def test_a_page_of_another_origin_may_ask_and_needs_the_key_all_the_same(caplog, monkeypatch) -> None:
+    """The drain button of the live page; a preflight is told nothing, and changes nothing."""
+    page = {"origin": "http://gateway:8000"}
+    wish = {**page, "access-control-request-method": "POST", "access-control-request-headers": "authorization"}
+    async with ScriptedReplica().running() as replica, operated(caplog, monkeypatch, replica) as gateway:
+        path = f"/warmlane/replicas/{replica.url}/drain"
+        async with httpx.AsyncClient(base_url=gateway.admin_url, headers=page, trust_env=False) as stranger:
+            for asked in (path, "/nowhere"):
+                told = await stranger.options(asked, headers=wish)
+                assert (told.status_code, told.content) == (204, b"")
+                assert told.headers["access-control-allow-headers"] == "authorization"
+                assert "access-control-allow-credentials" not in told.headers
+            assert (await stranger.options(path)).status_code == 401
+            basic = base64.b64encode(f"x:{KEY}".encode()).decode()
+            for headers in ({}, {"authorization": f"Basic {basic}"}):
+                assert (await stranger.post(path, headers=headers)).status_code == 401, "browsers send these unasked"
+            assert not (await gateway.replicas())[replica.url]["draining"]
+            done = await stranger.post(path, headers=BEARER)
+            assert (done.status_code, done.headers["access-control-allow-origin"]) == (200, "*")
 
 
 # -- views

@@ -26,7 +26,7 @@ from gateway.access import Access, without_credentials
 from gateway.config import Server as ServerConfig
 from gateway.config import Upstream as UpstreamConfig
 from gateway.core.flight import Flight
-from gateway.core.model import Outcome, ReplicaId, RouteRequest, RoutingError, Usage
+from gateway.core.model import Decision, Outcome, ReplicaId, RouteRequest, RoutingError, Usage
 from gateway.core.router import Router
 from gateway.keys import Denied
 from gateway.limits import Caller, OverLimit, Stay
@@ -123,6 +123,7 @@ class FrontDoor:
         """Hears of each prompt whose body is plain text as soon as it is known where it goes."""
         self.background: keyed.Background | None = None
         """Who sees to the limits of what goes on behind its answer."""
+        self.on_flight: Callable[[RequestRecord, Decision], None] | None = None
         self._id_prefix = secrets.token_hex(6)
         self._id_count = itertools.count(1)
 
@@ -303,6 +304,8 @@ class FrontDoor:
         """One flight. Returns the error when nothing has reached the client, else `None`."""
         decision = flight.decision
         record.started(decision)
+        if self.on_flight is not None:
+            self.on_flight(record, decision)
         outcome, usage = Outcome.FAILED, None
         relay: Relay | None = None
         try:

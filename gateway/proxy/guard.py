@@ -19,7 +19,7 @@ Application = Callable[[Message, Receive, Send], Awaitable[None]]
 
 
 Opens = Callable[[Iterable[Header]], bool]
-VIEWS = b"/warmlane/"
+VIEWS = (b"/warmlane/", b"/dashboard")
 """Paths for operators, who need no client's key: the views ask for the admin key themselves."""
 
 
