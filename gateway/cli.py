@@ -5,16 +5,17 @@ Exit codes: 0 done; 2 wrong usage or configuration, with one clear line on stder
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
 from gateway.core.settings import POLICY_NAMES
-from gateway.doctor_command import doctor
+from gateway.doctor_command import doctor, key_in
 from gateway.plan_command import plan
 from loadtests.options import Options, as_command
 
@@ -65,6 +66,24 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 key = typer.Typer(help="API keys of clients.", rich_markup_mode=None)
 cli.add_typer(key, name="key")
+
+
+@cli.callback(invoke_without_command=True)
+def warmlane(
+    context: typer.Context,
+    version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
+) -> None:
+    if version:
+        print_version()
+        raise typer.Exit(DONE)
+    help_when_alone(context)
+
+
+@key.callback(invoke_without_command=True)
+def help_when_alone(context: typer.Context) -> None:
+    if context.invoked_subcommand is None:
+        print(context.get_help(), file=sys.stderr)
+        raise typer.Exit(WRONG_USAGE)
 
 
 class Refused(Exception):
@@ -179,10 +198,8 @@ def route(
         body = file.read_bytes() if file is not None else sys.stdin.buffer.read()
     except OSError as error:
         raise Refused(f"{file}: {error.strerror}") from error
-    try:
-        answer = dry_run.ask(url, body, session, os.environ.get(key_env))
-    except dry_run.Unanswered as error:
-        raise Refused(str(error), FAILED) from error
+    with asking(key_env) as key:
+        answer = dry_run.ask(url, body, session, key)
     print(answer.decode("utf-8", "replace") if as_json else dry_run.table(answer))
     return DONE
 
@@ -191,13 +208,10 @@ def route(
 def replicas(url: GatewayUrl, key_env: KeyVariable = ADMIN_KEY, as_json: Json = False) -> int:
     """Show the replicas of a gateway: health, load, what drains, who is registered but stays out."""
     from gateway import operate
-    from gateway.dry_run import Unanswered
 
-    try:
-        answer = operate.list_replicas(url, os.environ.get(key_env))
+    with asking(key_env) as key:
+        answer = operate.list_replicas(url, key)
         print(answer.decode("utf-8", "replace") if as_json else operate.table(answer))
-    except Unanswered as error:
-        raise Refused(str(error), FAILED) from error
     return DONE
 
 
@@ -225,12 +239,12 @@ def switch_drain(url: str, replica: str, key_env: str, draining: bool) -> int:
     import msgspec
 
     from gateway import operate
-    from gateway.dry_run import Unanswered
 
     try:
-        answer = operate.drain(url, replica, os.environ.get(key_env), draining=draining)
+        with asking(key_env) as key:
+            answer = operate.drain(url, replica, key, draining=draining)
         now = msgspec.json.decode(answer, type=operate.Replica)
-    except (Unanswered, msgspec.DecodeError) as error:
+    except msgspec.DecodeError as error:
         raise Refused(str(error), FAILED) from error
     print(f"{now.replica}: {'draining' if now.draining else now.health}, {now.in_flight} requests there")
     return DONE
@@ -250,12 +264,9 @@ def restart(
     if every is (replica is not None):
         raise Refused("which one? Name a replica, or all of them with --all")
     from gateway import operate
-    from gateway.dry_run import Unanswered
 
-    try:
-        problem = operate.restart(url, replica, os.environ.get(key_env), alone=alone, say=print)
-    except Unanswered as error:
-        raise Refused(str(error), FAILED) from error
+    with asking(key_env) as key:
+        problem = operate.restart(url, replica, key, alone=alone, say=print)
     if problem:
         raise Refused(f"stopped: {problem}", FAILED)
     return DONE
@@ -352,10 +363,32 @@ def new(
 @cli.command()
 def version() -> int:
     """Print the version."""
+    print_version()
+    return DONE
+
+
+def print_version() -> None:
     from importlib.metadata import version as installed
 
     print(f"warmlane {installed('warmlane')}")
-    return DONE
+
+
+@contextlib.contextmanager
+def asking(key_env: str) -> Iterator[str | None]:
+    """Gives the admin key that a gateway is asked with, if there is one. Raises `Refused` also for what it answers."""
+    from gateway.dry_run import Unanswered
+
+    key = key_in(key_env)
+    if key is None and key_env in os.environ:
+        raise Refused(f"${key_env} is empty")
+    try:
+        yield key
+    except Unanswered as error:
+        hint = ""
+        if error.status == 401:
+            state = "is not set" if key is None else "holds another key"
+            hint = f" ${key_env} {state}: --key-env names the variable with the admin key."
+        raise Refused(f"{error}{hint}", FAILED) from error
 
 
 def configured(

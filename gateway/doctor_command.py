@@ -49,7 +49,7 @@ def doctor(
     from gateway.config import replica_url
     from gateway.doctor.looking import Keys
 
-    keys = Keys(named(key_env, "--key-env"), named(gateway_key_env, "--gateway-key-env"), optional(admin_key_env))
+    keys = Keys(named(key_env, "--key-env"), named(gateway_key_env, "--gateway-key-env"), key_in(admin_key_env))
     addresses = [replica_url(url, "URL") for url in urls]
     shown: list[Report] = []
     try:
@@ -86,13 +86,14 @@ def named(variable: str | None, option: str) -> str | None:
 
     if variable is None:
         return None
-    key = optional(variable)
+    key = key_in(variable)
     if key is None:
         raise Refused(f"{option}: ${variable} is not set, or empty")
     return key
 
 
-def optional(variable: str) -> str | None:
+def key_in(variable: str) -> str | None:
+    """`None` where the variable is not set or empty. Raises `Refused`."""
     from gateway.cli import Refused
 
     key = os.environ.get(variable, "").strip()

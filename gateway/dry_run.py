@@ -14,7 +14,11 @@ PATHS = {b"messages": "/v1/chat/completions", b"input": "/v1/responses", b"promp
 
 
 class Unanswered(Exception):
-    """The gateway gave no decision. One line says why."""
+    """The gateway gave no decision. One line says why. `status`: of its answer, if there was one."""
+
+    def __init__(self, message: str, status: int | None = None) -> None:
+        super().__init__(message)
+        self.status = status
 
 
 class Candidate(Struct):
@@ -53,7 +57,7 @@ def ask(url: str, body: bytes, session: str | None = None, key: str | None = Non
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         raise Unanswered(f"{url}: {error}") from error
     if answer.status_code != 200:
-        raise Unanswered(f"{url}: HTTP {answer.status_code}: {message_of(answer.content)}")
+        raise Unanswered(f"{url}: HTTP {answer.status_code}: {message_of(answer.content)}", answer.status_code)
     return answer.content
 
 

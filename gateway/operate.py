@@ -60,7 +60,22 @@ class Restarted(Struct):
     restart: Restart
 
 
+class Blamed(Struct):
+    code: str | None = None
+
+
+class Refusal(Struct):
+    """As OpenAI's error objects."""
+
+    error: Blamed
+
+
 LOOK_SECONDS = 0.5
+NAMES_NOBODY = ("no_such_replica", "no_such_worker")
+NOT_ADMIN = (
+    "this is not an admin listener, or (for `restart`) not that of a `warmlane up`: "
+    "give the address of [admin], see docs/admin.md"
+)
 
 
 def list_replicas(url: str, key: str | None) -> bytes:
@@ -105,8 +120,18 @@ def _asked(method: str, url: str, key: str | None, body: bytes = b"") -> bytes:
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         raise Unanswered(f"{url}: {error}") from error
     if answer.status_code not in (200, 202):
-        raise Unanswered(f"{url}: HTTP {answer.status_code}: {message_of(answer.content)}")
+        if method == "POST" and answer.status_code == 404 and not _names_nobody(answer.content):
+            raise Unanswered(f"{url}: {NOT_ADMIN}", 404)
+        raise Unanswered(f"{url}: HTTP {answer.status_code}: {message_of(answer.content)}", answer.status_code)
     return answer.content
+
+
+def _names_nobody(refusal: bytes) -> bool:
+    """An admin listener knows the path, but not the replica in it."""
+    try:
+        return msgspec.json.decode(refusal, type=Refusal).error.code in NAMES_NOBODY
+    except msgspec.DecodeError:
+        return False
 
 
 def table(answer: bytes) -> str:

@@ -521,9 +521,23 @@ async def test_the_command_shows_drains_and_undrains(caplog, monkeypatch, capsys
         assert capsys.readouterr().out == f"{replica.url}: up, 0 requests there\n"
 
         assert await run_here("drain", replica.url, "--url", gateway.admin_url, "--key-env", "NOT_SET") == 1
-        assert "HTTP 401" in capsys.readouterr().err
+        unset = capsys.readouterr().err
+        assert "HTTP 401" in unset
+        assert unset.endswith("$NOT_SET is not set: --key-env names the variable with the admin key.\n")
+        monkeypatch.setenv("OTHER", "x" * 40)
+        assert await run_here("drain", replica.url, "--url", gateway.admin_url, "--key-env", "OTHER") == 1
+        assert "$OTHER holds another key" in capsys.readouterr().err
         assert await run_here("drain", "http://10.0.0.9:1", "--url", gateway.admin_url, *key) == 1
         assert "No such replica" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("arguments", [["drain", "a:1"], ["undrain", "a:1"], ["restart", "a:1"], ["restart", "--all"]])
+async def test_a_change_asked_of_the_gateway_itself_says_where_to_ask(caplog, monkeypatch, capsys, arguments) -> None:
+    async with operated(caplog, monkeypatch) as gateway:
+        assert await run_here(*arguments, "--url", gateway.url, "--key-env", VARIABLE) == 1
+        said = capsys.readouterr().err
+        assert "this is not an admin listener" in said
+        assert said.endswith("give the address of [admin], see docs/admin.md\n")
 
 
 async def test_the_command_says_why_a_replica_is_out(caplog, monkeypatch, capsys) -> None:

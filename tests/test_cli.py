@@ -135,7 +135,6 @@ def processes_with(text: str) -> list[str]:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "Missing command."),
         (["fly"], "No such command 'fly'."),
         (["serve", "--zzz"], "No such option: --zzz"),
         (["serve"], "no replicas: give --replica URL, or [[replicas]] or [discovery] dns in the file"),
@@ -174,8 +173,33 @@ def test_help_names_every_command_and_imports_nothing_heavy(here):
     assert subprocess.run(probe, capture_output=True, check=True, text=True).stdout == "set()\n"
 
 
-def test_version():
-    assert re.fullmatch(rb"warmlane \d+\.\d+\.\d+\S*\n", run("version").stdout)
+@pytest.mark.parametrize("argument", ["version", "--version"])
+def test_version(here, argument):
+    code, out, err = here(argument)
+    assert (code, err) == (0, "")
+    assert re.fullmatch(r"warmlane \d+\.\d+\.\d+\S*\n", out)
+
+
+@pytest.mark.parametrize("arguments", [[], ["key"]])
+def test_a_command_that_says_too_little_prints_its_help(here, arguments):
+    code, out, err = here(*arguments)
+    assert (code, out) == (2, "")
+    assert err == here(*arguments, "--help")[1]
+    assert "Commands:" in err
+
+
+ASKING = [["route", os.devnull], ["replicas"], ["drain", "a:1"], ["undrain", "a:1"], ["restart", "a:1"]]
+
+
+@pytest.mark.parametrize("arguments", ASKING, ids=lambda one: one[0])
+def test_an_admin_key_that_cannot_be_one_is_named_by_its_variable(complaint, monkeypatch, arguments):
+    for value, message in (
+        ("", "$ADMIN is empty"),
+        (" ", "$ADMIN is empty"),
+        ("k\u00e9y", "$ADMIN: a key has letters"),
+    ):
+        monkeypatch.setenv("ADMIN", value)
+        assert complaint(2, *arguments, "--url", "http://127.0.0.1:1", "--key-env", "ADMIN").startswith(message)
 
 
 def test_presets_are_listed_for_people_and_for_programs(here):
