@@ -12,6 +12,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 
+from workers.figures import DIGITS, real, whole
+
 KEPT_CHARACTERS = 300
 """Of a line, for people. Allocator messages go on about fragmentation."""
 
@@ -39,24 +41,28 @@ FORMS: tuple[tuple[Kind, re.Pattern[str]], ...] = (
     (Kind.OUT_OF_MEMORY, re.compile(r"OutOfMemoryError[:(]")),
     # Without torch's allocator: a library's own call, or torch.cuda in the midst of a graph capture.
     (Kind.OUT_OF_MEMORY, re.compile(r"Error: (?:CUDA|HIP) (?:error: )?out of memory", re.IGNORECASE)),
-    (Kind.OUT_OF_MEMORY, re.compile(r"Error: .*(?:CUBLAS|HIPBLAS|ROCBLAS)_STATUS_ALLOC_FAILED")),
+    (Kind.OUT_OF_MEMORY, re.compile(r"Error: .{0,300}?(?:CUBLAS|HIPBLAS|ROCBLAS)_STATUS_ALLOC_FAILED")),
     (Kind.NO_CACHE, re.compile(r"ValueError: No available memory for the cache blocks")),
     (
         Kind.CACHE_TOO_SMALL,  # up to 0.8; its figure is what fits
-        re.compile(r"max seq len \(\d+\) is larger than the maximum number of tokens .* KV cache \((?P<longest>\d+)\)"),
+        re.compile(
+            r"max seq len \(\d{1,18}\) is larger than the maximum number of tokens .{0,200}? KV cache "
+            rf"\((?P<longest>{DIGITS})\)"
+        ),
     ),
     (
         Kind.CACHE_TOO_SMALL,
         re.compile(
             r"KV cache is needed, which is larger than the available KV cache memory"
-            r"(?:.*estimated maximum model length is (?P<longest>\d+))?"
+            rf"(?:.{{0,400}}?estimated maximum model length is (?P<longest>{DIGITS})(?!\d))?"
         ),
     ),
     (
         Kind.MEMORY_TAKEN,
         re.compile(
-            r"Free memory on device .*\((?P<free>[\d.]+)/(?P<total>[\d.]+) GiB\) on startup is less than "
-            r"(?:desired GPU memory utilization|the engine's budget)"
+            r"Free memory on device .{0,100}?"
+            rf"\((?P<free>{DIGITS}(?:\.\d{{1,20}})?)/(?P<total>{DIGITS}(?:\.\d{{1,20}})?) GiB\) "
+            r"on startup is less than (?:desired GPU memory utilization|the engine's budget)"
         ),
     ),
 )
@@ -70,8 +76,8 @@ def read_line(line: str) -> Cause | None:
             return Cause(
                 kind,
                 line[:KEPT_CHARACTERS],
-                longest_tokens=int(longest) if longest else None,
-                free_share=float(free) / float(total) if free and total and float(total) else None,
+                longest_tokens=whole(longest) if longest else None,
+                free_share=real(free) / real(total) if free and total and real(total) else None,
             )
     return None
 

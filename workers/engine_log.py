@@ -11,6 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+from workers.figures import REAL, WHOLE, real, whole
+
 
 @dataclass(frozen=True, slots=True)
 class EngineFacts:
@@ -44,48 +46,46 @@ class Fact:
     """Of what another process wrote before, and this."""
 
 
-NUMBER = r"(-?[\d,]+(?:\.\d+)?)"
-
-
-def whole(text: str) -> int:
-    return int(text.replace(",", ""))
-
-
 FACTS = (
-    Fact(re.compile(r"Initializing a V1 LLM engine \(v([^)]+)\)"), {"version": str}),
+    Fact(re.compile(r"Initializing a V1 LLM engine \(v([^)]{1,100})\)"), {"version": str}),
     # "15.0 GiB and 2.02 seconds" from the second model runner, "64.38 GiB memory and 14.38 seconds" from the first.
     Fact(
-        re.compile(rf"Model loading took {NUMBER} GiB(?: memory)? and {NUMBER} seconds"),
-        {"weights_gib": float, "load_seconds": float},
+        re.compile(rf"Model loading took {REAL} GiB(?: memory)? and {REAL} seconds"),
+        {"weights_gib": real, "load_seconds": real},
     ),
-    Fact(re.compile(rf"Available KV cache memory: {NUMBER} GiB"), {"kv_cache_gib": float}, min),
-    Fact(re.compile(rf"reserved {NUMBER} GiB memory for KV Cache as specified"), {"kv_cache_gib": float}, min),
+    Fact(re.compile(rf"Available KV cache memory: {REAL} GiB"), {"kv_cache_gib": real}, min),
+    Fact(re.compile(rf"reserved {REAL} GiB memory for KV Cache as specified"), {"kv_cache_gib": real}, min),
     # On the CPU: "Explicitly set (1.0/23.54) GiB for KV cache on node 0", or "Auto set".
-    Fact(re.compile(rf"(?:Explicitly|Auto) set \({NUMBER}/[\d.]+\) GiB for KV cache"), {"kv_cache_gib": float}, min),
-    Fact(re.compile(rf"Overriding num_gpu_blocks=\d+ with num_gpu_blocks_override={NUMBER}"), {"blocks": whole}),
+    Fact(
+        re.compile(rf"(?:Explicitly|Auto) set \({REAL}/[\d.]{{1,40}}\) GiB for KV cache"), {"kv_cache_gib": real}, min
+    ),
+    Fact(re.compile(rf"Overriding num_gpu_blocks=\d{{1,18}} with num_gpu_blocks_override={WHOLE}"), {"blocks": whole}),
     # "GPU KV cache size: N tokens"; in 0.32 "CPU KV cache size" where that is meant.
-    Fact(re.compile(rf"KV cache size: {NUMBER} tokens"), {"kv_tokens": whole}, min),
+    Fact(re.compile(rf"KV cache size: {WHOLE} tokens"), {"kv_tokens": whole}, min),
     # On a line of its own, in 0.32 behind the size.
     Fact(
-        re.compile(rf"Maximum concurrency for {NUMBER} tokens per request: {NUMBER}x"),
-        {"context": whole, "concurrency": float},
+        re.compile(rf"Maximum concurrency for {WHOLE} tokens per request: {REAL}x"),
+        {"context": whole, "concurrency": real},
         min,
     ),
-    Fact(re.compile(rf"Graph capturing finished in \d+ secs, took {NUMBER} GiB"), {"graphs_gib": float}),
+    Fact(re.compile(rf"Graph capturing finished in \d{{1,18}} secs, took {REAL} GiB"), {"graphs_gib": real}),
     Fact(
-        re.compile(rf"init engine \(profile, create kv cache, warmup model\) took {NUMBER} s"),
-        {"engine_seconds": float},
+        re.compile(rf"init engine \(profile, create kv cache, warmup model\) took {REAL} s"),
+        {"engine_seconds": real},
     ),
 )
 
 STAGES = (
     (re.compile(r"Starting to load model|Loading model from scratch"), "loading weights"),
     # Bars of the loaders: safetensors, pt, several threads, streamers.
-    (re.compile(r"(?:Loading|Multi-thread loading) .*?(?:shards|Streamer|loader)[^:]*:\s+(\d+)%"), "loading weights"),
+    (
+        re.compile(r"(?:Loading|Multi-thread loading) .{0,80}?(?:shards|Streamer|loader)[^:]{0,40}:\s{1,9}(\d{1,3})%"),
+        "loading weights",
+    ),
     (re.compile(r"Model loading took"), "measuring memory"),
     (re.compile(r"Dynamo bytecode transform|Compiling a graph|Cache the graph"), "compiling"),
     (re.compile(r"KV cache size:"), "preparing the engine"),
-    (re.compile(r"Capturing CUDA graphs.*?\s(\d+)%[^%]*$"), "capturing CUDA graphs"),
+    (re.compile(r"Capturing CUDA graphs.{0,200}?\s(\d{1,3})%[^%]*$"), "capturing CUDA graphs"),
     (re.compile(r"init engine \("), "opening its port"),
 )
 """In the order of a start; the first group is a percentage."""

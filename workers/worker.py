@@ -16,6 +16,7 @@ The child's output goes on to stderr, each line after the worker's name; the las
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import re
 import signal
@@ -30,6 +31,8 @@ from urllib.parse import urlsplit
 
 import httpx
 
+log = logging.getLogger(__name__)
+
 STOP_GRACE_SECONDS = 10.0
 """From SIGTERM to SIGKILL. An idle vLLM is gone in 2.5 s; one with a request in flight waits for its client."""
 POLL_SECONDS = 0.2
@@ -41,6 +44,10 @@ LAST_OUTPUT_SECONDS = 2.0
 """For the rest of the output after the end. It ends at once, unless a process that left the group holds the pipe."""
 READ_BYTES = 65_536
 """A line longer than this is passed on in pieces."""
+HEARD_CHARACTERS = 4_096
+"""Of a line, by who listens. What they look for is shorter; a line may have a prompt of any length in it."""
+LINES_AT_ONCE = 100
+"""Then everything else that this process does has its turn."""
 
 SOCKET_FILE = re.compile(r'ipc://(/[^"\s]+)')
 """ZeroMQ endpoints in a command. vLLM leaves the files behind, so the worker removes them."""
@@ -71,7 +78,8 @@ class WorkerFailed(Exception):
 
 class Worker:
     """A replica that this process owns. `url` is where it will answer; `environment` is added to our own.
-    `on_line` is called with each line of its output, after the line was passed on; `progress` says how far a start is.
+    `on_line` is called with the beginning of each line of its output, after the line was passed on; `progress` says how
+    far a start is.
 
     `start`, `wait_ready` and `stop` are called in this order by one owner; `stop` may be called at any time and twice.
     """
@@ -92,7 +100,7 @@ class Worker:
         self.url = url
         self.name = name
         self.output = output
-        self.on_line = on_line
+        self.listeners = [on_line] if on_line is not None else []
         self.progress = progress
         self._process: Process | None = None
         self._watchdog: Process | None = None
@@ -106,22 +114,16 @@ class Worker:
     def again(self, *more: str, on_line: Callable[[str], None] | None = None) -> Worker:
         """One that was not started, with the same command and `more` words at its end, at the same address. `on_line`
         hears beside who hears already."""
-        heard = [hear for hear in (self.on_line, on_line) if hear is not None]
-
-        def hear_all(line: str) -> None:
-            for hear in heard:
-                hear(line)
-
-        command = (*self.command, *more)
-        return Worker(
-            command,
+        worker = Worker(
+            (*self.command, *more),
             self.environment,
             self.url,
             name=self.name,
             output=self.output,
-            on_line=hear_all if heard else None,
             progress=self.progress,
         )
+        worker.listeners = [*self.listeners, *([on_line] if on_line is not None else [])]
+        return worker
 
     @property
     def pid(self) -> int | None:
@@ -270,17 +272,27 @@ class Worker:
         transport, _ = await asyncio.get_running_loop().connect_read_pipe(
             lambda: asyncio.StreamReaderProtocol(reader), pipe
         )
-        rest = b""
         try:
-            while data := await reader.read(READ_BYTES):
-                # Progress bars return the carriage without a new line.
-                *lines, rest = re.split(rb"[\r\n]+", rest + data)
-                if len(rest) > READ_BYTES:
-                    lines, rest = [*lines, rest], b""
-                self._pass_on(lines)
-            self._pass_on([rest])
+            await self._pass_on_lines(reader)
         finally:
             transport.close()
+
+    async def _pass_on_lines(self, reader: asyncio.StreamReader) -> None:
+        rest = bytearray()
+        while data := await reader.read(READ_BYTES):
+            # Progress bars return the carriage without a new line.
+            first, *others = re.split(rb"[\r\n]+", data)
+            rest += first
+            if others:
+                lines = [bytes(rest), *others[:-1]]
+                rest[:] = others[-1]
+                for start in range(0, len(lines), LINES_AT_ONCE):
+                    self._pass_on(lines[start : start + LINES_AT_ONCE])
+                    await asyncio.sleep(0)
+            if len(rest) > READ_BYTES:
+                self._pass_on([bytes(rest)])
+                rest.clear()
+        self._pass_on([bytes(rest)])
 
     def _pass_on(self, lines: Sequence[bytes]) -> None:
         for line in lines:
@@ -288,8 +300,16 @@ class Worker:
                 text = line.decode("utf-8", "replace")
                 self._last_lines.append(text)
                 self._say(text)
-                if self.on_line is not None:
-                    self.on_line(text)
+                self._tell(text[:HEARD_CHARACTERS])
+
+    def _tell(self, text: str) -> None:
+        """Whatever a listener makes of a line, the replica lives on: with no reader at its pipe it would die."""
+        for hear in tuple(self.listeners):
+            try:
+                hear(text)
+            except Exception:
+                self.listeners.remove(hear)
+                log.exception("%s: one that listens to its output failed, and hears no more of it", self.name)
 
     def _say(self, text: str) -> None:
         output = self.output or sys.stderr

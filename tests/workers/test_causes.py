@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,10 @@ import pytest
 from workers.causes import Cause, Causes, Kind, read_line
 
 RECORDED = Path(__file__).with_name("data") / "vllm-0.32-cache-too-small.txt"
+LENGTH = (
+    "KV cache is needed, which is larger than the available KV cache memory (1 GiB). Based on the available memory, "
+    "the estimated maximum model length is "
+)
 CORE = "(EngineCore pid=7) ERROR 11-30 20:29:53 [core.py:1510] "
 ALLOCATOR = "Tried to allocate 1.16 GiB. GPU 0 has a total capacity of 79.19 GiB of which 700.06 MiB is free."
 TAKEN = (
@@ -77,6 +82,30 @@ def test_what_vllm_wrote_on_a_cpu_names_the_longest_request_that_fits() -> None:
 )
 def test_what_only_mentions_memory_is_no_cause(line: str) -> None:
     assert read_line(line) is None
+
+
+@pytest.mark.parametrize(
+    ("line", "cause"),
+    [
+        ("Free memory on device cuda:0 (1.2.3/4 GiB) on startup is less than desired GPU memory utilization", None),
+        ("Free memory on device cuda:0 (./. GiB) on startup is less than desired GPU memory utilization", None),
+        (
+            "Free memory on device cuda:0 (1/0 GiB) on startup is less than desired GPU memory utilization",
+            Cause(Kind.MEMORY_TAKEN, ""),
+        ),
+        (
+            "Free memory on device cuda:0 (1,000.5/2,001 GiB) on startup is less than the engine's budget",
+            Cause(Kind.MEMORY_TAKEN, "", free_share=0.5),
+        ),
+        (f"{LENGTH}{'9' * 5_000}", Cause(Kind.CACHE_TOO_SMALL, "")),
+        (f"{LENGTH}3,168. Try", Cause(Kind.CACHE_TOO_SMALL, "", longest_tokens=3_168)),
+        (f"max seq len ({'9' * 5_000}) is larger than the maximum number of tokens x KV cache (1)", None),
+        (f"max seq len (9) is larger than the maximum number of tokens x KV cache ({'9' * 5_000})", None),
+    ],
+)
+def test_a_figure_is_what_can_be_read_as_one(line: str, cause: Cause | None) -> None:
+    found = read_line(line)
+    assert (found and dataclasses.replace(found, line="")) == cause
 
 
 def test_a_cause_counts_for_an_end_soon_after_it_only() -> None:

@@ -136,3 +136,25 @@ def test_of_several_cards_the_fullest_weights_and_the_smallest_cache_count() -> 
     )
     facts = heard(text).facts
     assert (facts.weights_gib, facts.kv_cache_gib) == (33.7, 35.0)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "Model loading took , GiB and 2 seconds",
+        "Model loading took 1.2.3 GiB and 2 seconds",
+        f"Model loading took {'9' * 5_000} GiB and 2 seconds",
+        "KV cache size: , tokens",
+        f"KV cache size: {'9' * 5_000} tokens",
+        "KV cache size: 1,2,3 tokens",
+        "Maximum concurrency for 1,, tokens per request: 1.00x",
+        f"Graph capturing finished in {'9' * 5_000} secs, took 1 GiB",
+    ],
+)
+def test_what_is_no_figure_is_no_fact(line: str) -> None:
+    assert heard(line).facts == EngineFacts()
+
+
+def test_thousands_may_be_parted() -> None:
+    facts = heard("KV cache size: 1,234,567 tokens\nMaximum concurrency for 1,024 tokens per request: 1,205.63x").facts
+    assert (facts.kv_tokens, facts.context, facts.concurrency) == (1_234_567, 1_024, 1_205.63)

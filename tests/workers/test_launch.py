@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import io
+import itertools
 import json
 import os
 import re
@@ -26,7 +27,7 @@ from workers.gpus import Device
 from workers.launch import Request, fit_to_keep, prepare, run_replica
 from workers.placement import Machine
 from workers.presets.versions import Version
-from workers.worker import STOP_GRACE_SECONDS, Worker, WorkerFailed
+from workers.worker import HEARD_CHARACTERS, LINES_AT_ONCE, STOP_GRACE_SECONDS, Worker, WorkerFailed
 
 FAKE_VLLM = str(Path(__file__).with_name("fake_vllm.py"))
 WARMLANE = [sys.executable, "-c", "from gateway.cli import main; main()"]
@@ -473,11 +474,57 @@ async def test_output_of_any_length_and_any_bytes_passes() -> None:
 async def test_each_line_is_told_to_who_asked() -> None:
     lines: list[str] = []
     replica = Replica("broken")
-    replica.worker.on_line = lines.append
+    replica.worker.listeners.append(lines.append)
     await replica.worker.start()
     await replica.worker.wait()
     assert lines == [line.removeprefix("r1 | ") for line in replica.output.getvalue().splitlines()]
     assert lines[-1] == "CUDA out of memory, say"
+
+
+async def test_no_listener_ends_the_copying_of_the_output(caplog: pytest.LogCaptureFixture) -> None:
+    lines: list[str] = []
+
+    def fail(line: str) -> None:
+        raise ValueError(line)
+
+    output = io.StringIO()
+    script = "i=0; while [ $i -lt 50 ]; do echo line $i; sleep 0.01; i=$((i+1)); done"
+    replica = Worker(["/bin/sh", "-c", script], {}, "http://127.0.0.1:1", name="r", output=output, on_line=fail)
+    worker = replica.again(on_line=lines.append)
+    await worker.start()
+    assert await worker.wait() == 0
+    assert lines == [f"line {number}" for number in range(50)]
+    assert output.getvalue() == "".join(f"r | {line}\n" for line in lines)
+    assert [record.getMessage() for record in caplog.records] == [
+        "r: one that listens to its output failed, and hears no more of it"
+    ]
+
+
+async def test_a_long_line_is_passed_on_whole_and_its_beginning_is_heard() -> None:
+    lines: list[str] = []
+    output = io.StringIO()
+    script = "import os\nfor _ in range(50_000): os.write(1, b'x')\nprint('\\nend')"
+    worker = Worker([sys.executable, "-c", script], {}, "http://127.0.0.1:1", name="r", output=output)
+    worker.listeners.append(lines.append)
+    await worker.start()
+    assert await worker.wait() == 0
+    assert output.getvalue() == f"r | {'x' * 50_000}\nr | end\n"
+    assert lines == ["x" * HEARD_CHARACTERS, "end"]
+
+
+async def test_a_flood_of_lines_leaves_turns_for_everything_else() -> None:
+    """Between two turns of the loop at most some hundred lines are passed on, of 20,000 that are there at once."""
+    lines: list[str] = []
+    worker = Worker(["/bin/sh", "-c", "yes | head -n 100000"], {}, "http://127.0.0.1:1", output=io.StringIO())
+    worker.listeners.append(lines.append)
+    await worker.start()
+    ended = asyncio.ensure_future(worker.wait())
+    turns = [0]
+    while not ended.done():
+        await asyncio.sleep(0)
+        turns.append(len(lines))
+    assert len(lines) == 100_000
+    assert max(after - before for before, after in itertools.pairwise(turns)) <= 2 * LINES_AT_ONCE
 
 
 async def test_the_embedded_preset_is_a_replica_that_answers() -> None:
