@@ -45,6 +45,8 @@ log = logging.getLogger(__name__)
 
 MAX_BODY_BYTES = 64 * 1024
 """A registration is three short fields."""
+SHOWN = 10
+"""Replicas in a message."""
 BACKLOG = 64
 CLOSE_SECONDS = 1.0
 """For requests under way when the gateway stops: none takes longer but one that waits for a resolver."""
@@ -143,9 +145,9 @@ def build_admin_api(
         return switch(replica, False)
 
     def switch(replica: str, draining: bool) -> Response:
-        url = named(replica)
+        url = next((ReplicaId(url) for url, name in view.names.items() if name == replica), named(replica))
         if not discovery.drain(url, draining):
-            return response_of(refused(404, "no_such_replica", f"No such replica: {replica}"))
+            return response_of(refused(404, "no_such_replica", unknown(replica, view, clock())))
         log.info("%s %s", url, "is drained: no new requests" if draining else "is not drained any more")
         return JSONResponse(view.show_replica(url, clock()))
 
@@ -184,6 +186,16 @@ def named(replica: str) -> ReplicaId:
         return ReplicaId(replica_url(replica if "://" in replica else f"http://{replica}"))
     except ConfigError:
         return ReplicaId("")
+
+
+def unknown(replica: str, view: FleetView, now: float) -> str:
+    """Why nothing is known of a replica, and of which something is."""
+    if replica in view.names.values():
+        return f"{replica} gets no requests now: it starts, or was given up"
+    shown = view.show(now)["replicas"]
+    known = [f"{one['name']} ({one['replica']})" if one["name"] else one["replica"] for one in shown]
+    more = f" and {len(known) - SHOWN} more" if len(known) > SHOWN else ""
+    return f"No such replica: {replica}. There are: {', '.join(known[:SHOWN]) or 'none'}{more}."
 
 
 def refused(status: int, code: str, message: str) -> ErrorAnswer:

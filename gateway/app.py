@@ -493,6 +493,7 @@ async def serve_until(
     async with gateway.run_beside(*beside), admin_listener(gateway, admin, workers):
         if workers is not None:
             gateway.telemetry.workers = workers
+            gateway.view.names = workers.names
             workers.start(OwnReplicas(gateway.router, gateway.discovery, gateway.registry, gateway.clock))
         await server.serve(sockets=[sock])
         gateway.door.stopping = True

@@ -217,7 +217,7 @@ def replicas(url: GatewayUrl, key_env: KeyVariable = ADMIN_KEY, as_json: Json = 
 
 @cli.command()
 def drain(
-    replica: Annotated[str, typer.Argument(metavar="REPLICA", help="Its URL, or HOST:PORT.")],
+    replica: Annotated[str, typer.Argument(metavar="REPLICA", help="Its URL, HOST:PORT, or name.")],
     url: AdminUrl,
     key_env: KeyVariable = ADMIN_KEY,
 ) -> int:
@@ -227,7 +227,7 @@ def drain(
 
 @cli.command()
 def undrain(
-    replica: Annotated[str, typer.Argument(metavar="REPLICA", help="Its URL, or HOST:PORT.")],
+    replica: Annotated[str, typer.Argument(metavar="REPLICA", help="Its URL, HOST:PORT, or name.")],
     url: AdminUrl,
     key_env: KeyVariable = ADMIN_KEY,
 ) -> int:

@@ -30,6 +30,8 @@ class Replica(Struct):
     last_failure: str
     load: Load | None
     engine: str | None = None
+    name: str | None = None
+    """Where the gateway runs it itself."""
 
 
 class Address(Struct):
@@ -54,6 +56,7 @@ class Restart(Struct):
     left: list[str]
     renewed: list[str]
     problem: str
+    waits_for: str = ""
 
 
 class Restarted(Struct):
@@ -71,6 +74,8 @@ class Refusal(Struct):
 
 
 LOOK_SECONDS = 0.5
+SAY_SECONDS = 10.0
+"""Between two lines that say what a restart waits for: engines start for minutes."""
 NAMES_NOBODY = ("no_such_replica", "no_such_worker")
 NOT_ADMIN = (
     "this is not an admin listener, or (for `restart`) not that of a `warmlane up`: "
@@ -89,16 +94,29 @@ def drain(url: str, replica: str, key: str | None, *, draining: bool) -> bytes:
     return _asked("POST", f"{url.rstrip('/')}/warmlane/replicas/{quote(replica, safe='')}/{verb}", key)
 
 
-def restart(url: str, replica: str | None, key: str | None, *, alone: bool, say: Callable[[str], None]) -> str:
+def restart(
+    url: str,
+    replica: str | None,
+    key: str | None,
+    *,
+    alone: bool,
+    say: Callable[[str], None],
+    say_seconds: float = SAY_SECONDS,
+) -> str:
     """Renew one replica that the gateway runs, or all one after the other, and follow it to its end. Returns why it
     stopped before; nothing when it did not. `url` is the admin listener's. Raises `Unanswered`."""
     workers = f"{url.rstrip('/')}/warmlane/workers"
     body = msgspec.json.encode({"replica": replica, "alone": alone})
     now, told = _restart_in(_asked("POST", f"{workers}/restart", key, body)), 0
+    next_word = time.monotonic() + say_seconds
     while True:
         for name in now.renewed[told:]:
             say(f"{name} is renewed")
+            next_word = time.monotonic() + say_seconds
         told = len(now.renewed)
+        if now.current and now.waits_for and time.monotonic() >= next_word:
+            say(f"{now.current}: waiting for {now.waits_for}")
+            next_word = time.monotonic() + say_seconds
         if now.is_over:
             return now.problem
         time.sleep(LOOK_SECONDS)
@@ -142,6 +160,9 @@ def table(answer: bytes) -> str:
         raise Unanswered(f"not an answer of a Warmlane gateway: {error}") from error
     rows = [["replica", "source", "engine", "health", "in flight", "running", "waiting", "kv", "load age", "models"]]
     rows += [_row(one) for one in fleet.replicas]
+    if any(one.name for one in fleet.replicas):
+        for row, name in zip(rows, ["name", *(one.name or "-" for one in fleet.replicas)], strict=True):
+            row.insert(1, name)
     lines = aligned(rows)
     lines += [
         f"{one.replica} is {one.health}: {one.last_failure}"

@@ -99,21 +99,20 @@ async def run_together(config: Config, fleet: Fleet) -> int:
     with StopSignals().heard() as signals:
 
         def on_hopeless() -> None:
-            if not has_others:
-                print("warmlane: every replica was given up, and there are no others: stopping", file=sys.stderr)
-                signals.ask()
+            print("warmlane: every replica was given up, and there are no others: stopping", file=sys.stderr)
+            signals.ask()
 
         supervisor = Supervisor(
             fleet.workers,
             supervisor_settings(config.workers, fleet),
             prefill_rate=fleet.prefill_rate,
-            on_hopeless=on_hopeless,
+            on_hopeless=None if has_others else on_hopeless,
         )
         page = "/dashboard" if config.server.dashboard else ""
         beside: list[asyncio.Task[None]] = []
 
         def on_ready(url: str) -> None:
-            beside.append(asyncio.create_task(greet(url, fleet, supervisor, needs_key, page)))
+            beside.append(asyncio.create_task(greet(url, fleet, supervisor, needs_key, page, signals)))
 
         try:
             await app.serve_until(signals, config, on_ready=on_ready, workers=supervisor)
@@ -145,7 +144,9 @@ def supervisor_settings(workers: Workers, fleet: Fleet) -> SupervisorSettings:
     )
 
 
-async def greet(url: str, fleet: Fleet, supervisor: Supervisor, needs_key: bool, page: str) -> None:
+async def greet(
+    url: str, fleet: Fleet, supervisor: Supervisor, needs_key: bool, page: str, signals: StopSignals
+) -> None:
     """Say how to call the gateway, once a call would be answered."""
     await supervisor.wait_settled()
     # It asks itself, so nothing is to be verified: the certificate may be of a private authority, and for another name.
@@ -156,6 +157,8 @@ async def greet(url: str, fleet: Fleet, supervisor: Supervisor, needs_key: bool,
                 await asyncio.sleep(POLL_SECONDS)
                 ready = (await client.get(f"{url}/ready")).is_success
         except httpx.HTTPError as error:
+            if signals.asked.is_set():
+                return  # the listener is closed
             print(f"warmlane: {url}/ready does not answer: {error or type(error).__name__}", file=sys.stderr)
             return
     print(greeting(url, fleet, needs_key, page), flush=True)

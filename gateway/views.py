@@ -6,7 +6,7 @@ Open where only this machine can ask (the gateway listens on loopback); elsewher
 from __future__ import annotations
 
 import ipaddress
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from gateway.admin_key import AdminKey
@@ -48,6 +48,8 @@ class FleetView:
         self._discovery = discovery
         self._registry = registry
         self._engines = engines
+        self.names: Mapping[str, str] = {}
+        """Of those that the gateway runs itself, by URL."""
 
     def show(self, now: float) -> dict[str, Any]:
         replicas = self._router.statistics(now).replicas
@@ -84,6 +86,7 @@ class FleetView:
         load = one.load
         return {
             "replica": one.replica,
+            "name": self.names.get(one.replica),
             "source": "worker" if one.replica in self._registry.own else self._discovery.source(one.replica),
             "engine": self._engines.name(one.replica),
             "health": one.health.value,

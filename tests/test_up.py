@@ -17,7 +17,9 @@ from typing import Any
 import httpx
 import pytest
 
+from gateway import operate
 from gateway.cli import main
+from gateway.dry_run import Unanswered
 from tests.test_cli import refuses_connections
 from tests.workers.test_launch import announced, is_running
 
@@ -151,7 +153,7 @@ def test_replicas_that_end_come_back_and_the_view_says_how_they_ended(start):
     up.wait_for(lambda: up.workers()["replica-2"]["lives"] == 2)
     up.wait_for(lambda: up.workers()["replica-2"]["state"] == "ready")
     after = up.workers()
-    assert after["replica-2"]["last_end"] == "replica-2 ended by itself with exit code -9"
+    assert after["replica-2"]["last_end"] == "replica-2 ended by itself: killed by SIGKILL"
     assert after["replica-2"]["replica"] == before["replica-2"]["replica"]
     assert after["replica-1"] == before["replica-1"]
     page = httpx.get(f"{up.url}/metrics").text
@@ -169,6 +171,9 @@ def test_when_no_replica_starts_the_gateway_gives_up_with_code_1(scripted):
     remedy = 'replica-1: the remedy is --max-model-len 3072 (instead of 16384); [workers] remedies = "apply" does it'
     assert f"warmlane: {remedy}" in said
     assert any("given up after 2 failed starts in a row" in line for line in said)
+    assert said[-1] == "warmlane: every replica was given up, and there are no others: stopping"
+    assert "tries again" not in up.err
+    assert "does not answer" not in up.err
     assert "print(" not in up.out
 
 
@@ -275,7 +280,7 @@ def test_what_cannot_be_restarted_is_one_line_and_code_1(start):
     up.wait_greeted()
     for arguments, message in (
         (["--all"], "HTTP 409: Nobody stands in for replica-1: requests would fail."),
-        (["replica-7"], "HTTP 404: No such replica is run here: replica-7"),
+        (["replica-7"], "HTTP 404: No such replica is run here: replica-7. There are: replica-1."),
     ):
         ended = restart(up, *arguments)
         assert (ended.returncode, ended.stdout) == (1, "")
@@ -305,6 +310,46 @@ def test_it_stops_at_a_replica_that_does_not_come_back(scripted):
     assert re.match(r"warmlane: stopped: replica-\d does not come back: .* exit code 3", ended.stderr)
     assert sorted(one["state"] for one in up.workers().values()) == ["given up", "ready"]
     assert httpx.get(f"{up.url}/ready").status_code == 200
+    assert up.stop() == 0
+
+
+def test_a_restart_says_what_it_waits_for(scripted):
+    up = scripted("slow", "--replicas", "2")
+    up.wait_for(lambda: "admin listener on" in up.err and len(up.pids()) == 4)
+    said: list[str] = []
+    with ThreadPoolExecutor(1) as pool:
+        following = pool.submit(
+            operate.restart, up.admin_url, "replica-1", KEY, alone=False, say=said.append, say_seconds=0.1
+        )
+        up.wait_for(lambda: len(said) >= 2)
+        assert set(said) == {"replica-1: waiting for it to get requests again; it is starting"}
+        assert up.stop() == 0
+        with pytest.raises(Unanswered):
+            following.result(DEADLINE_SECONDS)
+
+
+def test_a_replica_is_drained_by_the_name_that_logs_and_views_say(start, monkeypatch, capsys):
+    up = start("--replicas", "2")
+    up.wait_greeted()
+    monkeypatch.setenv("WARMLANE_ADMIN_KEY", KEY)
+
+    def ask(*arguments: str) -> tuple[object, str, str]:
+        with pytest.raises(SystemExit) as ended:
+            main([*arguments, "--url", up.admin_url])
+        return ended.value.code, *capsys.readouterr()
+
+    urls = {name: one["replica"] for name, one in up.workers().items()}
+    assert ask("drain", "replica-1")[:2] == (0, f"{urls['replica-1']}: draining, 0 requests there\n")
+    view = {one["name"]: one["draining"] for one in up.ask("GET", "/warmlane/replicas").json()["replicas"]}
+    assert view == {"replica-1": True, "replica-2": False}
+    head, *rows = ask("replicas")[1].splitlines()
+    assert head.split()[:3] == ["replica", "name", "source"]
+    assert {(row.split()[0], row.split()[1]) for row in rows} == {(url, name) for name, url in urls.items()}
+    assert ask("undrain", "replica-1")[0] == 0
+    code, _, complaint = ask("drain", "replica-3")
+    assert code == 1
+    assert "No such replica: replica-3. There are: " in complaint
+    assert all(f"{name} ({url})" in complaint for name, url in urls.items())
     assert up.stop() == 0
 
 

@@ -28,7 +28,7 @@ from workers.causes import Cause, Causes, Kind
 from workers.remedies import Change, next_change
 from workers.traffic import Traffic
 from workers.vitals import Vitals
-from workers.worker import STOP_GRACE_SECONDS, Worker, WorkerFailed
+from workers.worker import STOP_GRACE_SECONDS, Worker, WorkerFailed, how_it_ended
 
 log = logging.getLogger(__name__)
 
@@ -68,7 +68,8 @@ class End:
 
 
 class Keeper:
-    """`template` is a worker that is never started itself. `changed` is called after each change of state."""
+    """`template` is a worker that is never started itself. `changed` is called after each change of state.
+    `is_last`: all ends when this one is given up."""
 
     def __init__(
         self,
@@ -78,6 +79,7 @@ class Keeper:
         *,
         prefill_rate: float | None = None,
         changed: Callable[[], None] = lambda: None,
+        is_last: Callable[[], bool] = lambda: False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.name, self.url = template.name, template.url
@@ -92,6 +94,7 @@ class Keeper:
         self._settings = settings
         self._prefill_rate = prefill_rate
         self._changed = changed
+        self._is_last = is_last
         self._clock = clock
         self._state = State.STARTING
         self._worker: Worker | None = None
@@ -196,7 +199,7 @@ class Keeper:
         try:
             await asyncio.wait({ended, lost}, return_when=asyncio.FIRST_COMPLETED)
             if ended.done():
-                return f"{self.name} ended by itself with exit code {ended.result()}"
+                return f"{self.name} ended by itself: {how_it_ended(ended.result())}"
             return f"{self.name} {lost.result()}"
         finally:
             await cancel(ended, lost)
@@ -223,9 +226,10 @@ class Keeper:
             self._heal(cause, at_start=not end.started)
         if self._back_off.is_over:
             log.error(
-                "%s; given up after %d failed starts in a row; `warmlane restart` tries again",
+                "%s; given up after %d failed starts in a row%s",
                 end.what,
                 self.failed_starts,
+                "" if self._is_last() else "; `warmlane restart` tries again",
             )
             return None
         log.warning("%s; again in %g s", end.what, pause)

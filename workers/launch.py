@@ -25,7 +25,7 @@ from workers.planner.start import plan_start
 from workers.preset_choice import EMBEDDED, Choice, choose
 from workers.presets import DEFAULT_PROFILE, Preset, PresetError
 from workers.start_report import Identity, StartReport, cpu_hardware
-from workers.worker import Worker, WorkerFailed
+from workers.worker import Worker, WorkerFailed, how_it_ended
 
 __all__ = ["CommandLine", "LaunchError", "Worker", "WorkerFailed", "base_url", "command_line", "find_vllm"]
 
@@ -262,7 +262,8 @@ async def run_in_foreground(worker: Worker, ready_timeout: float = READY_TIMEOUT
             await worker.wait()
     if stopping.is_set():
         return 0
-    print(f"warmlane: {worker.name} ended by itself with exit code {worker.exit_code}", file=sys.stderr)
+    how = "" if worker.exit_code is None else f": {how_it_ended(worker.exit_code)}"
+    print(f"warmlane: {worker.name} ended by itself{how}", file=sys.stderr)
     return 1
 
 

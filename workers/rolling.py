@@ -45,11 +45,17 @@ class Rolling:
         self.renewed: list[Keeper] = []
         self.problem = ""
         self.is_over = False
+        self._waits_for: Callable[[], str] = str
         self._traffic = traffic
         self._drain_seconds = drain_seconds
         self._alone = alone
         """Also where nobody stands in for it."""
         self._clock = clock
+
+    @property
+    def waits_for(self) -> str:
+        """What the turn of `current` needs now."""
+        return "" if self.is_over else self._waits_for()
 
     async def run(self) -> None:
         try:
@@ -74,11 +80,13 @@ class Rolling:
             if not self._alone:
                 await self._wait_stand_in(keeper)
             log.info("%s is drained for its restart: %d requests there", keeper.name, traffic.requests(url))
+            self._waits_for = lambda: f"{traffic.requests(url)} requests there to end"
             traffic.drain(url, True)
             if not await self._wait(lambda: not traffic.requests(url), self._drain_seconds):
                 log.warning("%s is restarted with %d requests there", keeper.name, traffic.requests(url))
         traffic.leave(url)  # at once: a request that can go nowhere else would still be sent there
         before = keeper.lives
+        self._waits_for = lambda: f"it to get requests again; it is {keeper.state.value}"
         keeper.restart()
         await self._wait(lambda: keeper.lives > before and (keeper.state is State.GIVEN_UP or traffic.is_up(url)))
         if keeper.state is State.GIVEN_UP:
@@ -86,6 +94,7 @@ class Rolling:
 
     async def _wait_stand_in(self, keeper: Keeper) -> None:
         if not self._may_go(keeper.url):
+            self._waits_for = lambda: "another replica that stands in for it"
             log.info("the restart of %s waits until somebody stands in for it", keeper.name)
             if not await self._wait(lambda: self._may_go(keeper.url), self._drain_seconds):
                 raise RollingStopped(f"nobody stands in for {keeper.name}")

@@ -34,7 +34,7 @@ class RestartRefused(Exception):
 
 class Supervisor:
     """`workers` are templates: they are never started themselves. `on_hopeless` is called when every replica was given
-    up."""
+    up; without it that is not the end."""
 
     def __init__(
         self,
@@ -42,7 +42,7 @@ class Supervisor:
         settings: SupervisorSettings,
         *,
         prefill_rate: float | None = None,
-        on_hopeless: Callable[[], None] = lambda: None,
+        on_hopeless: Callable[[], None] | None = None,
     ) -> None:
         self._workers = tuple(workers)
         self._settings = settings
@@ -59,6 +59,11 @@ class Supervisor:
         return f"<Supervisor of {', '.join(map(repr, self._keepers)) or 'nobody yet'}>"
 
     @property
+    def names(self) -> dict[str, str]:
+        """Name of each replica by its URL."""
+        return {worker.url: worker.name for worker in self._workers}
+
+    @property
     def is_hopeless(self) -> bool:
         """Every replica was given up."""
         return bool(self._keepers) and all(one.state is State.GIVEN_UP for one in self._keepers)
@@ -67,7 +72,14 @@ class Supervisor:
         """Start all replicas. They join the traffic as they become ready."""
         self._traffic = traffic
         self._keepers = tuple(
-            Keeper(worker, traffic, self._settings.keeper, prefill_rate=self._prefill_rate, changed=self._look)
+            Keeper(
+                worker,
+                traffic,
+                self._settings.keeper,
+                prefill_rate=self._prefill_rate,
+                changed=self._look,
+                is_last=self._is_one_left,
+            )
             for worker in self._workers
         )
         self._tasks = [asyncio.create_task(keeper.run(), name=f"keeper of {keeper.name}") for keeper in self._keepers]
@@ -97,7 +109,8 @@ class Supervisor:
         traffic = self._traffic
         chosen = [one for one in self._keepers if replica in (None, one.name, one.url, one.url.partition("://")[2])]
         if traffic is None or not chosen:
-            raise RestartRefused(f"No such replica is run here: {replica}", "no_such_worker")
+            known = ", ".join(self.names.values())
+            raise RestartRefused(f"No such replica is run here: {replica}. There are: {known}.", "no_such_worker")
         if self._rolling is not None and not self._rolling.is_over:
             raise RestartRefused("A restart is under way already.", "restart_under_way")
         is_only = len(self._keepers) == 1 and traffic.serves(chosen[0].url)
@@ -130,6 +143,7 @@ class Supervisor:
                 "current": rolling.current.name if rolling.current else None,
                 "left": [keeper.name for keeper in rolling.left],
                 "renewed": [keeper.name for keeper in rolling.renewed],
+                "waits_for": rolling.waits_for,
                 "problem": rolling.problem,
             },
         }
@@ -155,8 +169,12 @@ class Supervisor:
     def _look(self) -> None:
         if self._keepers and all(keeper.is_settled for keeper in self._keepers):
             self._settled.set()
-        if self.is_hopeless:
+        if self.is_hopeless and self._on_hopeless is not None:
             self._on_hopeless()
+
+    def _is_one_left(self) -> bool:
+        given_up = sum(keeper.state is State.GIVEN_UP for keeper in self._keepers)
+        return self._on_hopeless is not None and given_up == len(self._keepers) - 1
 
 
 def report_failure(task: asyncio.Task[None]) -> None:

@@ -188,7 +188,7 @@ class Worker:
                 await asyncio.wait({self._ended}, timeout=POLL_SECONDS)
                 now = loop.time()
                 if self._ended.done():
-                    raise self._failed(f"ended with exit code {self.exit_code} before it was ready")
+                    raise self._failed(f"ended before it was ready: {how_it_ended(self._ended.result())}")
                 if now - started > timeout:
                     raise self._failed(f"not ready after {timeout:.0f} s")
                 if now >= next_report:
@@ -327,6 +327,16 @@ class Worker:
 
     def _failed(self, what: str) -> WorkerFailed:
         return WorkerFailed(f"{self.name} ({self.url}): {what}", tuple(self._last_lines))
+
+
+def how_it_ended(exit_code: int) -> str:
+    """For people: the code, or the signal that a negative one stands for."""
+    if exit_code >= 0:
+        return f"exit code {exit_code}"
+    try:
+        return f"killed by {signal.Signals(-exit_code).name}"
+    except ValueError:
+        return f"killed by signal {-exit_code}"
 
 
 def kill_group(leader: int) -> None:

@@ -372,7 +372,7 @@ async def test_two_workers_start_side_by_side() -> None:
 async def test_an_end_before_ready_shows_the_last_lines() -> None:
     replica = Replica("broken")
     await replica.worker.start()
-    with pytest.raises(WorkerFailed, match=r"(?s)r1 .*ended with exit code 3 before it was ready.*CUDA out of memory"):
+    with pytest.raises(WorkerFailed, match=r"(?s)r1 .*ended before it was ready: exit code 3.*CUDA out of memory"):
         await replica.worker.wait_ready(DEADLINE_SECONDS)
     await replica.worker.stop()
 
@@ -598,7 +598,7 @@ def test_a_replica_that_ends_by_itself_is_a_failure(foreground: Callable[..., su
         httpx.get(f"{url}/end", trust_env=False)
     assert process.wait(DEADLINE_SECONDS) == 1
     assert process.stderr is not None
-    assert "cpu-tiny ended by itself with exit code 4" in process.stderr.read()
+    assert "cpu-tiny ended by itself: exit code 4" in process.stderr.read()
 
 
 def test_a_replica_that_cannot_start_is_a_failure(foreground: Callable[..., subprocess.Popen[str]]) -> None:

@@ -146,7 +146,7 @@ async def test_a_killed_replica_leaves_the_traffic_and_comes_back(tmp_path: Path
         os.kill(fleet.pids()[0], signal.SIGKILL)
         await until(lambda: fleet.keepers[0].lives == 2 and fleet.states() == [State.READY], "it is back")
         assert fleet.traffic.log == [f"join {url}", f"leave {url}", f"join {url}"]
-        assert fleet.keepers[0].last_end == "r1 ended by itself with exit code -9"
+        assert fleet.keepers[0].last_end == "r1 ended by itself: killed by SIGKILL"
         assert not is_running(fleet.pids()[1])  # the engine core of its first life
 
 
@@ -161,7 +161,7 @@ async def test_too_many_failed_starts_in_a_row_are_given_up_with_a_line_and_no_o
         await fleet.supervisor.wait_settled()
     (line,) = [line for line in said.messages if "given up" in line]
     assert line == (
-        f"r1 ({fleet.urls[0]}): ended with exit code 3 before it was ready; given up after 3 failed starts in a row; "
+        f"r1 ({fleet.urls[0]}): ended before it was ready: exit code 3; given up after 3 failed starts in a row; "
         "`warmlane restart` tries again"
     )
 
