@@ -12,7 +12,7 @@ import math
 from typing import Any
 
 import httptools
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from gateway.config import Server
 from gateway.proxy.errors import BadHead, ErrorAnswer, HeadTooLarge, TooManyConnections, answer
@@ -50,6 +50,8 @@ class ControlConnection(HttpToolsProtocol):
         self._unanswered = 0
         """Whole requests."""
         self._unsent = 0
+        self._answering: RequestResponseCycle | None = None
+        """Others may be read, and wait behind it."""
         self.deadline = self.loop.time() + limits.header_timeout_seconds
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -65,6 +67,10 @@ class ControlConnection(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._places.wake(self.transport)
         super().connection_lost(exc)
+        answering = self._answering
+        if answering is not None and not answering.response_complete:  # uvicorn tells the one that was read last
+            answering.disconnected = True
+            answering.message_event.set()
 
     def take_over(self, transport: asyncio.Transport) -> None:
         """A connection that was let in already."""
@@ -117,6 +123,8 @@ class ControlConnection(HttpToolsProtocol):
         self.deadline = self.loop.time() + self._limits.body_timeout_seconds
         if not self.parser.should_upgrade():
             super().on_headers_complete()
+            if not self.pipeline:
+                self._answering = self.cycle
 
     def on_body(self, body: bytes) -> None:
         self._body_came = True
@@ -142,6 +150,8 @@ class ControlConnection(HttpToolsProtocol):
         elif self._in_message and self._unanswered >= 0:  # the next one, begun behind it
             limit = limits.header_timeout_seconds if self._in_head else limits.body_timeout_seconds
             self.deadline = self.loop.time() + limit
+        if self.pipeline:
+            self._answering = self.pipeline[-1][0]
         super().on_response_complete()
         if self._refused and self._unanswered <= 0:
             self.transport.close()
@@ -190,6 +200,14 @@ class ControlConnection(HttpToolsProtocol):
         super().shutdown()
         if self.transport.is_closing():
             self.deadline = self.loop.time() + LINGER_SECONDS  # over TLS closing asks the client, who may be asleep
+
+    def is_paused(self) -> bool:
+        """Nothing is read, so nothing tells that the client leaves."""
+        return self.flow.read_paused
+
+    def cut(self) -> None:
+        """The client has left."""
+        self.transport.abort()
 
     def expire(self) -> None:
         """Its deadline has passed. An answer under way has no deadline but that its client takes it."""

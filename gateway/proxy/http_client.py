@@ -156,7 +156,8 @@ class ClientConnection(asyncio.Protocol):
         except httptools.HttpParserUpgrade as upgrade:
             self._refuse_upgrade(data[upgrade.args[0] :])
         except httptools.HttpParserError:
-            self._refuse(answer(BadHead("This is not a valid HTTP request.")))
+            if not self._hand_over:  # else whoever gets the connection reads these bytes too, and answers
+                self._refuse(answer(BadHead("This is not a valid HTTP request.")))
         if self._hand_over:
             self._give_to_uvicorn()
 
@@ -410,8 +411,16 @@ class ClientConnection(asyncio.Protocol):
         else:
             self._transport.abort()
 
+    @property
+    def transport(self) -> asyncio.Transport:
+        return self._transport
+
+    def is_paused(self) -> bool:
+        """Nothing is read, so nothing tells that the client leaves."""
+        return self._paused
+
     def cut(self) -> None:
-        """The gateway stops: no more time for the answer under way."""
+        """The gateway stops, or the client has left: no more time for the answer under way."""
         self._transport.abort()
         if self._exchange is not None:
             self._exchange.cancel()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import random
+import socket
+import struct
 import time
 from typing import Any
 
@@ -27,6 +29,7 @@ from tests.proxy.conftest import RunningGateway, eventually, running_gateway
 from tests.proxy.scripted import ANSWER, ScriptedReplica
 from tests.proxy.scripted import Exchange as ReplicaExchange
 from tests.proxy.test_client_connection import GET_HEALTH, read_answer, refused
+from tests.proxy.test_faults import nothing_in_flight
 from tests.proxy.test_front_door import ODD_BODY, post, raw_request
 
 
@@ -214,6 +217,56 @@ async def test_a_client_that_leaves_the_dry_run_leaves_no_traceback(capsys: pyte
         writer.close()
         assert (await gateway.client.get("/health")).status_code == 200
         await asyncio.wait_for(reader.read(), 5)
+    assert "Traceback" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("pieces", [1, 2])
+@pytest.mark.parametrize("first", [b"", b"GET /health HTTP/1.1\r\nhost: g\r\n\r\n"], ids=["at first", "later"])
+async def test_bad_framing_where_uvicorn_reads_is_refused_once(
+    first: bytes, pieces: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    head = b"POST /warmlane/route HTTP/1.1\r\nhost: g\r\ntransfer-encoding: chunked\r\n\r\n3\r\nabc\r\n"
+    async with ScriptedReplica().running() as replica, running_gateway(replica) as gateway:
+        reader, writer = await gateway.connect()
+        if first:
+            writer.write(first)
+            await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 5)
+        writer.write(head + b"zz\r\n" if pieces == 1 else head)
+        if pieces == 2:
+            await asyncio.sleep(0.05)
+            writer.write(b"zz\r\n")
+        answer = await asyncio.wait_for(reader.read(), 5)
+        assert answer.count(b"HTTP/1.1 400 ") == 1
+        assert b"not a valid HTTP request" in answer
+        writer.close()
+    assert [record for record in caplog.records if record.exc_info] == []
+
+
+@pytest.mark.parametrize("reset", [False, True], ids=["FIN", "RST"])
+async def test_who_leaves_with_another_request_behind_leaves_no_traceback(
+    reset: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """uvicorn tells only the request that it read last, here one that waits for its turn."""
+    going = asyncio.Event()
+
+    async def script(exchange: ReplicaExchange) -> None:
+        await exchange.start_stream()
+        await going.wait()
+        for _ in range(20):
+            await exchange.chunk(b"data: a\n\n")
+            await asyncio.sleep(0.002)
+
+    async with ScriptedReplica(script).running() as replica, running_gateway(replica, mode="asgi") as gateway:
+        reader, writer = await gateway.connect()
+        writer.write(post(ODD_BODY, close=False) + post(ODD_BODY, close=False)[:-5])
+        await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 5)
+        if reset:
+            sock = writer.get_extra_info("socket")
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        writer.close()
+        await asyncio.sleep(0.05)
+        going.set()
+        await eventually(lambda: nothing_in_flight(gateway))
     assert "Traceback" not in capsys.readouterr().err
 
 

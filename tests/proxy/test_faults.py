@@ -320,6 +320,33 @@ async def test_a_client_that_leaves_stops_the_replica(mode: str, stream: bool, p
         assert page.count('state="up"} 1.0') == 2
 
 
+@pytest.mark.parametrize("reset", [False, True], ids=["FIN", "RST"])
+@pytest.mark.parametrize("size", [50, 60_000])
+async def test_a_client_that_leaves_is_noticed_where_reading_is_paused(mode: str, size: int, reset: bool) -> None:
+    """O-01: requests pipelined behind the one being answered lie unread before the end of the connection."""
+
+    async def script(exchange: Exchange) -> None:
+        await exchange.wait_closed(10.0)
+
+    control = b"GET /health HTTP/1.1\r\nhost: g\r\n\r\n"
+    behind = post(b"x" * size, close=False) * (20 if mode == "fast" else 3)  # the fast way reads 16, or 1 MiB
+    async with ScriptedReplica(script).running() as replica, running_gateway(replica, mode=mode) as gateway:
+        with socket.create_connection(("127.0.0.1", gateway.port)) as client:
+            client.setblocking(False)
+            loop = asyncio.get_running_loop()
+            if mode == "asgi":
+                await loop.sock_sendall(client, control)
+                assert (await loop.sock_recv(client, 4096)).startswith(b"HTTP/1.1 200")
+            await loop.sock_sendall(client, post(ODD_BODY, close=False) + behind)
+            await eventually(lambda: replica.exchanges)
+            if reset:
+                client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        await replica.exchanges[0].wait_closed(5.0)
+        await eventually(lambda: nothing_in_flight(gateway))
+        assert 'outcome="client_left"' in await gateway.metrics()
+        assert len(replica.exchanges) == 1
+
+
 async def nothing_in_flight(gateway: RunningGateway) -> bool:
     lines = [
         line
