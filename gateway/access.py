@@ -105,7 +105,10 @@ class Access:
         except ConfigError as error:
             log.warning("%s; the keys from before stay", error)
         else:
-            log.info("%s has changed: %d keys now", self._file, len(self))
+            if len(self):
+                log.info("%s has changed: %d keys now", self._file, len(self))
+            else:
+                log.warning("%s has changed and holds no keys now: every request will be refused", self._file)
 
     def _use(self, seen: bytes | str) -> None:
         """Raises `ConfigError`, and then nothing has changed."""

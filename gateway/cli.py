@@ -136,12 +136,15 @@ def serve(
     if not chosen.replicas and chosen.discovery.dns is None and not chosen.admin.allow:
         raise Refused("no replicas: give --replica URL, or [[replicas]] or [discovery] dns in the file")
     from gateway import app
-    from gateway.listeners import StartError
+    from gateway.listeners import StartError, heard_at
     from gateway.stderr_log import log_to_stderr
+
+    def on_ready(url: str) -> None:
+        say(f"listening on {heard_at(url, chosen.server.host)}, policy {chosen.routing.policy}")
 
     log_to_stderr()
     try:
-        return app.run(chosen, on_ready=lambda url: say(f"listening on {url}, policy {chosen.routing.policy}"))
+        return app.run(chosen, on_ready=on_ready)
     except StartError as error:
         raise Refused(str(error), FAILED) from error
 

@@ -8,6 +8,7 @@ nothing about how much of it was right.
 from __future__ import annotations
 
 import hashlib
+import logging
 import re
 import secrets
 import tomllib
@@ -21,8 +22,12 @@ from msgspec import Meta, Struct
 from gateway.config import ConfigError
 from gateway.config_errors import explained
 
+log = logging.getLogger(__name__)
+
 KEYS_VARIABLE = "WARMLANE_API_KEYS"
 """Environment variable with plain keys: `name=key,name=key`."""
+LEAST_CHARACTERS = 16
+"""Shorter ones can be guessed; those that `warmlane key new` makes have 46."""
 SECRET_BYTES = 32
 """Of chance in a new key: none is ever guessed."""
 PREFIX = "wl-"
@@ -131,6 +136,9 @@ def keys_in_variable(value: str) -> list[Key]:
         name, _, secret = (piece.strip() for piece in part.partition("="))
         if not secret or not re.fullmatch(r"[A-Za-z0-9_.:@/-]{1,64}", name):
             raise ConfigError(f"{KEYS_VARIABLE}: entry {number} is not name=key")
+        if len(secret) < LEAST_CHARACTERS:
+            what = f"the key of {name} has fewer than {LEAST_CHARACTERS} characters"
+            log.warning("%s: %s and can be guessed", KEYS_VARIABLE, what)
         found.append(Key(name, digest_of(secret.encode("utf-8", "surrogateescape")), tenant=name))
     return found
 

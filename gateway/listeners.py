@@ -42,7 +42,15 @@ def listen_all(config: Config) -> tuple[socket.socket, socket.socket | None]:
         raise
 
 
+def heard_at(url: str, host: str) -> str:
+    """The URL of a listener with the address it was asked to have, where that means every address of the machine."""
+    every = {"0.0.0.0": "0.0.0.0", "::": "[::]"}.get(host)
+    scheme, port = url.split("://")[0], url.rpartition(":")[2]
+    return url if every is None else f"{scheme}://{every}:{port}"
+
+
 def base_url(sock: socket.socket, scheme: str = "http") -> str:
+    """One that can be called from here."""
     host, port = sock.getsockname()[:2]
     host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)
     return f"{scheme}://{host}:{port}"

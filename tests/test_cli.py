@@ -436,6 +436,9 @@ def test_up_greets_also_with_a_private_certificate(start, authority, tmp_path):
 def test_a_gateway_open_to_all_says_so(start, host, warned):
     gateway = start("serve", "--replica", "http://127.0.0.1:9", "--host", host, "--port", "0")
     gateway.wait_for(lambda: "listening on http" in gateway.err)
+    url = re.search(r"listening on (http\S+), policy", gateway.err)[1]
+    assert httpx.URL(url).host == host
+    assert httpx.get(f"{url}/health").text == "ok"
     line = f"warmlane: listening on {host} without keys: whoever reaches it may use the replicas"
     assert gateway.err.splitlines().count(line) == warned
     assert gateway.stop() == 0

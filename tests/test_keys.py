@@ -120,6 +120,14 @@ def test_the_variable_gives_keys_by_name() -> None:
     ]
 
 
+def test_a_key_in_the_variable_that_can_be_guessed_is_complained_about(caplog: pytest.LogCaptureFixture) -> None:
+    keys_in_variable(f"alice=short-secret,bob={'x' * 15},carol={'x' * 16}")
+    assert [record.getMessage() for record in caplog.records] == [
+        f"WARMLANE_API_KEYS: the key of {name} has fewer than 16 characters and can be guessed"
+        for name in ("alice", "bob")
+    ]
+
+
 @pytest.mark.parametrize("value", [CANARY, f"={CANARY}", f"a=,{CANARY}", f"a b={CANARY}", f"a={CANARY},", ","])
 def test_a_wrong_variable_is_refused_without_repeating_it(value: str) -> None:
     with pytest.raises(ConfigError, match=r"^WARMLANE_API_KEYS: entry \d is not name=key$"):
@@ -209,6 +217,8 @@ def test_a_changed_file_counts_and_a_broken_one_does_not(tmp_path: Path, caplog:
     lines = [record.getMessage() for record in caplog.records]
     assert [line.endswith("the keys from before stay") for line in lines] == [False, True, True, False]
     assert lines[0] == f"{file} has changed: 1 keys now"
+    assert lines[3] == f"{file} has changed and holds no keys now: every request will be refused"
+    assert caplog.records[3].levelno == logging.WARNING
 
 
 async def test_the_file_is_watched(tmp_path: Path) -> None:
