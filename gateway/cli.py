@@ -56,6 +56,12 @@ VllmPath = Annotated[str | None, typer.Option("--vllm", metavar="PATH", help="Th
 VllmVersion = Annotated[
     str | None, typer.Option("--vllm-version", metavar="X.Y.Z", help="Of that vllm; it is asked when absent.")
 ]
+ModelName = Annotated[
+    str | None, typer.Option("--model", metavar="NAME", help="Model to load instead of the preset's.")
+]
+ExtraFlags = Annotated[
+    list[str] | None, typer.Argument(metavar="-- FLAG", help="More flags of the engine; they beat the preset's.")
+]
 GatewayUrl = Annotated[str, typer.Option("--url", metavar="URL", help="The gateway, e.g. http://127.0.0.1:8000.")]
 AdminUrl = Annotated[str, typer.Option("--url", metavar="URL", help="Its admin listener, e.g. http://127.0.0.1:8001.")]
 KeyVariable = Annotated[
@@ -149,7 +155,7 @@ def serve(
         raise Refused(str(error), FAILED) from error
 
 
-@cli.command()
+@cli.command(context_settings={"allow_interspersed_args": False})
 def up(
     preset: PresetName = None,
     profile: ProfileName = "recommended",
@@ -168,6 +174,9 @@ def up(
     port: Port = None,
     vllm: VllmPath = None,
     vllm_version: VllmVersion = None,
+    model: ModelName = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the replicas' commands, run nothing.")] = False,
+    extra: ExtraFlags = None,
 ) -> int:
     """Run replicas and the gateway together; Ctrl-C stops all."""
     chosen = configured(config, host=host, port=port)
@@ -177,9 +186,10 @@ def up(
     from workers.presets import PresetError
 
     log_to_stderr()
-    request = Request(preset, profile, vllm=vllm, vllm_version=vllm_version)
+    request = Request(preset, profile, vllm, vllm_version, model, tuple(extra or ()), must_run=not dry_run)
     try:
-        return together.run(chosen, together.plan_fleet(request, replicas))
+        fleet = together.plan_fleet(request, replicas)
+        return together.print_dry_run(fleet) if dry_run else together.run(chosen, fleet)
     except (PresetError, LaunchError) as error:
         raise Refused(str(error)) from error
 
@@ -312,15 +322,14 @@ def replica(
     port: Annotated[int, typer.Option("--port", metavar="PORT", min=1, max=65_535, help="Port to listen on.")] = 8101,
     vllm: VllmPath = None,
     vllm_version: VllmVersion = None,
-    model: Annotated[
-        str | None, typer.Option("--model", metavar="NAME", help="Model to load instead of the preset's.")
-    ] = None,
+    model: ModelName = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the command line, run nothing.")] = False,
-    extra: Annotated[list[str] | None, typer.Argument(metavar="-- FLAG", help="More flags of vllm.")] = None,
+    extra: ExtraFlags = None,
 ) -> int:
     """Run one vLLM server with the flags of a preset."""
     from workers.launch import Request, run_replica
 
+    check_host(host)
     request = Request(preset, profile, vllm, vllm_version, model, tuple(extra or ()), must_run=not dry_run)
     return run_replica(request, host=host, port=port)
 
@@ -407,6 +416,8 @@ def configured(
 
     from gateway import config as configuration
 
+    if host is not None:
+        check_host(host)
     chosen = configuration.load(path) if path is not None else configuration.Config()
     server = msgspec.structs.replace(
         chosen.server,
@@ -420,6 +431,22 @@ def configured(
     return configuration.checked(
         msgspec.structs.replace(chosen, server=server, routing=routing, replicas=listed),
     )
+
+
+def check_host(host: str) -> None:
+    """Raises `Refused` for what no machine can listen on. A name is looked up by who listens."""
+    import ipaddress
+    import re
+
+    if not re.fullmatch(r"[0-9.]*|.*:.*", host):
+        is_right = re.fullmatch(r"[A-Za-z0-9._-]{1,253}", host) is not None
+    else:
+        try:
+            is_right = bool(ipaddress.ip_address(host.partition("%")[0]))
+        except ValueError:
+            is_right = False
+    if not is_right:
+        raise Refused(f"--host {host}: not an IP address or host name")
 
 
 def say(message: str) -> None:

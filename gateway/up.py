@@ -26,8 +26,9 @@ from gateway.listeners import StartError
 from gateway.stderr_log import report_unforeseen
 from gateway.stop_signals import StopSignals
 from workers.back_off import BackOffSettings
+from workers.command_line import CommandLine
 from workers.keeper import KeeperSettings, cancel
-from workers.launch import Request, prepare, say
+from workers.launch import MADE_UP, Request, prepare, say
 from workers.supervisor import Supervisor, SupervisorSettings
 from workers.worker import Worker
 
@@ -52,30 +53,44 @@ class Fleet:
     ready_seconds: float
     is_verbatim: bool = False
     """The flags are a specification's, to be kept as written."""
+    is_embedded: bool = False
+    notes: tuple[str, ...] = ()
+    """What was chosen, and why."""
+    commands: tuple[CommandLine, ...] = ()
+    """For a dry run, in the order of the workers."""
 
 
 def plan_fleet(request: Request, count: int | None) -> Fleet:
-    """Workers that are not started yet; what was chosen, and why, is said. Raises `PresetError`, `LaunchError`."""
+    """Workers that are not started yet. Raises `PresetError`, `LaunchError`."""
     launch = prepare(request, may_embed=True)
     embedded = launch.engine is None
     total = count or launch.replicas or (2 if embedded else 1)
-    workers = []
-    said = dict.fromkeys(launch.notes)
-    for index, port in enumerate(free_ports(total)):
-        worker, notes = launch.worker(f"replica-{index + 1}", HOST, port, index, total)
-        workers.append(worker)
-        said |= dict.fromkeys(notes)
-    for note in said:
-        say(note)
-    measured = launch.preset.measured
+    ports = free_ports(total)
+    made = [launch.worker(f"replica-{index + 1}", HOST, ports[index], index, total) for index in range(total)]
+    notes = dict.fromkeys([*launch.notes, *(note for _, command in made for note in command.notes)])
+    if launch.engine is not None and not request.must_run:
+        notes[f"for {launch.engine}"] = None
+    measured = launch.preset.measured if request.model is None else []
     rates = [one.prefill_tokens_per_second for one in measured if one.prefill_tokens_per_second is not None]
     return Fleet(
-        workers=tuple(workers),
-        model=launch.preset.model_name,
+        workers=tuple(worker for worker, _ in made),
+        model=launch.model_name,
         prefill_rate=rates[0] if rates else None,
         ready_seconds=EMBEDDED_READY_SECONDS if embedded else VLLM_READY_SECONDS,
         is_verbatim=request.profile == "spec",
+        is_embedded=embedded,
+        notes=tuple(notes),
+        commands=tuple(command for _, command in made),
     )
+
+
+def print_dry_run(fleet: Fleet) -> int:
+    """Each replica's command on standard output, and beside them what was chosen."""
+    for command in fleet.commands:
+        print(command, flush=True)
+    for note in (*fleet.notes, "ports are free ones of this moment"):
+        say(note)
+    return 0
 
 
 def free_ports(count: int) -> list[int]:
@@ -112,6 +127,8 @@ async def run_together(config: Config, fleet: Fleet) -> int:
         beside: list[asyncio.Task[None]] = []
 
         def on_ready(url: str) -> None:
+            for note in fleet.notes:
+                say(note)
             beside.append(asyncio.create_task(greet(url, fleet, supervisor, needs_key, page, signals)))
 
         try:
@@ -169,13 +186,16 @@ def greeting(url: str, fleet: Fleet, needs_key: bool, page: str) -> str:
     header, key = "", "unused"
     if needs_key:
         header, key = ' -H "Authorization: Bearer $KEY"', "KEY"
-    private = ""
+    private = made_up = ""
+    if fleet.is_embedded:
+        why = [note for note in fleet.notes if MADE_UP in note] or [f"These are {MADE_UP}"]
+        made_up = "".join(f"# {note}.\n" for note in why)
     if url.startswith("https:"):
         private = "# Where its authority is a private one: curl --cacert FILE, and SSL_CERT_FILE=FILE for Python.\n"
     look = f"\n# Which replica a request went to, and why: {url}{page}\n" if page else ""
     return f"""
 # Warmlane serves {url} in front of {replicas}. Ctrl-C stops all. Try, in another terminal:
-{private}
+{made_up}{private}
 curl {url}/v1/chat/completions -H 'Content-Type: application/json'{header} -d '{{"model": "{fleet.model}", \
 "messages": [{{"role": "user", "content": "Hello"}}]}}'
 

@@ -132,6 +132,10 @@ def processes_with(text: str) -> list[str]:
 # -- usage
 
 
+def bad_host(host: str) -> str:
+    return f"--host {host}: not an IP address or host name"
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -145,6 +149,10 @@ def processes_with(text: str) -> list[str]:
             f"unknown policy 'best'; policies: {', '.join(POLICY_NAMES)}",
         ),
         (["serve", "--config", "/absent.toml"], "/absent.toml: No such file or directory"),
+        (["replica", "--preset", "embedded", "--host", "300.1.1.1"], bad_host("300.1.1.1")),
+        (["serve", "--replica", "http://a", "--host", "::g"], bad_host("::g")),
+        (["up", "--host", "a b"], bad_host("a b")),
+        (["up", "--preset", "embedded", "--", "foo"], "'foo' is not a flag: behind -- come flags of the engine"),
         (["up", "--preset", "abacus"], f"unknown preset 'abacus'; presets: {', '.join(presets.names())}"),
         (["route", "--url", "http://127.0.0.1:1", "/absent.json"], "/absent.json: No such file or directory"),
     ],
@@ -220,6 +228,32 @@ def test_a_dry_run_of_a_replica_prints_its_command_line(here):
     assert words[-2:] == ["--seed", "7"]
     assert words[words.index("--port") + 1] == "8123"
     assert "--enable-prefix-caching" in words
+
+
+def test_a_dry_run_of_up_prints_every_replica_with_the_users_flags(here):
+    arguments = [
+        "--preset",
+        "gpt-oss-120b-h200-141-x1",
+        "--replicas",
+        "2",
+        "--model",
+        "org/m",
+        "--vllm-version",
+        "0.32.0",
+    ]
+    code, out, err = here("up", "--dry-run", *arguments, "--", "--max-num-seqs", "8")
+    assert code == 0
+    first, second = map(shlex.split, out.splitlines())
+    assert [line[0] for line in (first, second)] == ["CUDA_VISIBLE_DEVICES=0", "CUDA_VISIBLE_DEVICES=1"]
+    ports = set()
+    for words in (first, second):
+        assert words[words.index("serve") + 1] == "org/m"
+        assert words[-2:] == ["--max-num-seqs", "8"]
+        port = words[words.index("--port") + 1]
+        assert f"-kv-events-{port}" in " ".join(words)
+        ports.add(port)
+    assert len(ports) == 2
+    assert "warmlane: for vLLM 0.32.0 (told)\n" in err
 
 
 # -- up

@@ -175,4 +175,5 @@ def check_known(
 def flag_name(word: str) -> str:
     """`--no-some_flag.key=value` -> `some-flag`."""
     name = word.removeprefix("--").partition("=")[0].partition(".")[0].replace("_", "-")
-    return name if name in known().flags else name.removeprefix("no-")
+    positive = name.removeprefix("no-")
+    return positive if name not in known().flags and positive in known().flags else name

@@ -11,10 +11,11 @@ import json
 import re
 import shutil
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from workers.planner.hardware import GPUS
 
@@ -42,11 +43,15 @@ laptop's RTX 4090 a third less."""
 MIB_PER_GIB = 1024.0
 TOOL_SECONDS = 30.0
 """A driver that nobody uses is loaded first: 10 s with eight cards."""
+SHOWN_CHARACTERS = 200
+"""Of what a failing tool says: a line on a screen or two."""
 NVIDIA_SMI = ("--query-gpu=index,name,memory.total,memory.reserved,pci.bus_id,uuid", "--format=csv,noheader,nounits")
 AMD_SMI = ("static", "--asic", "--vram", "--bus", "--json")
 
 VISIBLE: Mapping[Vendor, str] = {"nvidia": "CUDA_VISIBLE_DEVICES", "amd": "HIP_VISIBLE_DEVICES"}
 """What tells an engine which cards it may use."""
+LAST_LABELS = ("-1", "NoDevFiles")
+"""CUDA uses no card from such a word on; Slurm writes the second one where it grants none."""
 PCI_DEVICES = Path("/sys/bus/pci/devices")
 
 
@@ -86,13 +91,28 @@ class Slot:
     """`None`: nothing is known of it."""
 
 
-def detect() -> tuple[Device, ...]:
-    """All cards of this machine; empty without a driver."""
+class DriverFailed(Exception):
+    """A driver, or its tool, is there and does not tell its cards. The message names it."""
+
+
+class Found(NamedTuple):
+    devices: tuple[Device, ...] = ()
+    troubles: tuple[str, ...] = ()
+    """Of drivers that are there and fail; empty where cards were found."""
+
+
+def detect() -> Found:
+    """All cards of this machine; none without a driver."""
+    troubles = []
     for read in (read_nvml, read_nvidia_smi, read_amd_smi):
-        devices = read()
+        try:
+            devices = read()
+        except DriverFailed as error:
+            troubles.append(str(error))
+            continue
         if devices:
-            return tuple(devices)
-    return ()
+            return Found(tuple(devices))
+    return Found(troubles=tuple(troubles))
 
 
 def visible(devices: Sequence[Device], environment: Mapping[str, str]) -> tuple[Slot, ...]:
@@ -120,6 +140,7 @@ def variables_of(vendor: Vendor) -> tuple[str, ...]:
 
 def named(labels: str, devices: Sequence[Device]) -> tuple[Slot, ...]:
     words = [label.strip() for label in labels.split(",") if label.strip()]
+    words = list(takewhile(lambda label: label not in LAST_LABELS, words))
     return tuple(Slot(label, device_of(label, devices)) for label in words)
 
 
@@ -142,6 +163,9 @@ def numa_node(device: Device, root: Path = PCI_DEVICES) -> int | None:
 
 # -- NVIDIA
 
+NVML_NOT_FOUND = 12
+"""There is no driver."""
+
 
 def read_nvml() -> list[Device]:
     try:
@@ -152,15 +176,17 @@ def read_nvml() -> list[Device]:
 
 
 def from_nvml(nvml: Any) -> list[Device]:
-    """`nvml` is the module `pynvml`, or what stands for it."""
+    """`nvml` is the module `pynvml`, or what stands for it. Raises `DriverFailed`."""
     try:
         nvml.nvmlInit()
-    except nvml.NVMLError:  # no driver, or no card
-        return []
+    except nvml.NVMLError as error:
+        if getattr(error, "value", None) == NVML_NOT_FOUND:
+            return []
+        raise DriverFailed(f"NVML says: {error}") from error
     try:
         return [nvml_device(nvml, index) for index in range(nvml.nvmlDeviceGetCount())]
-    except nvml.NVMLError:
-        return []
+    except nvml.NVMLError as error:
+        raise DriverFailed(f"NVML says: {error}") from error
     finally:
         nvml.nvmlShutdown()
 
@@ -198,7 +224,7 @@ def sysfs_address(bus_id: str) -> str:
 
 
 def read_nvidia_smi() -> list[Device]:
-    return from_nvidia_smi(run("nvidia-smi", NVIDIA_SMI))
+    return cards_in(run("nvidia-smi", NVIDIA_SMI), "nvidia-smi", from_nvidia_smi)
 
 
 def from_nvidia_smi(text: str) -> list[Device]:
@@ -216,7 +242,7 @@ def from_nvidia_smi(text: str) -> list[Device]:
 
 
 def read_amd_smi() -> list[Device]:
-    return from_amd_smi(run("amd-smi", AMD_SMI))
+    return cards_in(run("amd-smi", AMD_SMI), "amd-smi", from_amd_smi)
 
 
 def from_amd_smi(text: str) -> list[Device]:
@@ -255,11 +281,27 @@ def mebibytes(size: object) -> float:
         return 0.0
 
 
-def run(tool: str, arguments: Sequence[str]) -> str:
-    """What a driver's tool prints; empty when there is none, or it fails."""
+def cards_in(text: str | None, tool: str, read: Callable[[str], list[Device]]) -> list[Device]:
+    """Raises `DriverFailed` where the tool is there and names no card."""
+    if text is None:
+        return []
+    devices = read(text)
+    if not devices:
+        raise DriverFailed(f"{tool} names no card: {first_line(text)}")
+    return devices
+
+
+def first_line(text: str) -> str:
+    return next(
+        (line.strip().rstrip(".")[:SHOWN_CHARACTERS] for line in text.splitlines() if line.strip()), "it prints nothing"
+    )
+
+
+def run(tool: str, arguments: Sequence[str]) -> str | None:
+    """What a driver's tool prints; `None` when there is none. Raises `DriverFailed`."""
     path = shutil.which(tool)
     if path is None:
-        return ""
+        return None
     try:
         done = subprocess.run(
             [path, *arguments],
@@ -269,6 +311,10 @@ def run(tool: str, arguments: Sequence[str]) -> str:
             errors="replace",
             timeout=TOOL_SECONDS,
         )
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
-    return done.stdout if done.returncode == 0 else ""
+    except OSError as error:
+        raise DriverFailed(f"{path} cannot be run: {error.strerror or error}") from error
+    except subprocess.TimeoutExpired as error:
+        raise DriverFailed(f"{path} does not answer within {TOOL_SECONDS:g} s") from error
+    if done.returncode != 0:
+        raise DriverFailed(f"{path} ends with exit code {done.returncode}: {first_line(done.stdout + done.stderr)}")
+    return done.stdout

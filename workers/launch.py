@@ -18,6 +18,7 @@ from pathlib import Path
 from workers import presets, starts
 from workers.command_line import DEFAULT_HOST, DEFAULT_PORT, EVENTS_FLAG, CommandLine, base_url, command_line
 from workers.engine_version import Engine, LaunchError, check_known, find_engine, find_vllm
+from workers.extra_flags import heed, served_name
 from workers.gpus import detect
 from workers.placement import Machine, Placement, described, working_numactl
 from workers.planner.settings import is_flag
@@ -29,14 +30,16 @@ from workers.worker import Worker, WorkerFailed, how_it_ended
 
 __all__ = ["CommandLine", "LaunchError", "Worker", "WorkerFailed", "base_url", "command_line", "find_vllm"]
 
+MADE_UP = "embedded replicas, whose answers are made up"
 SECRET_FLAGS = ("--api-key", "--hf-token")
 READY_TIMEOUT_SECONDS = 1_800.0
 """gpt-oss-120b needed 207 s with its weights at hand; a first start downloads 65 GB before that."""
 
 
 def this_machine(environment: Mapping[str, str]) -> Machine:
-    devices = detect()
-    return Machine(devices, environment, working_numactl() if devices else None)
+    found = detect()
+    numactl = working_numactl() if found.devices else None
+    return Machine(found.devices, environment, numactl, troubles=found.troubles)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,8 +102,8 @@ class Launch:
         warnings = check_known(self.engine, command.flags, command.environment, self.machine.environment)
         return command._replace(notes=(*command.notes, *warnings))
 
-    def worker(self, name: str, host: str, port: int, index: int = 0, of: int = 1) -> tuple[Worker, tuple[str, ...]]:
-        """The replica number `index` of so many, not started yet, and what to say of it. Raises `LaunchError`."""
+    def worker(self, name: str, host: str, port: int, index: int = 0, of: int = 1) -> tuple[Worker, CommandLine]:
+        """The replica number `index` of so many, not started yet, and its command. Raises `LaunchError`."""
         placement = self.place(index, of)
         command = self.command(placement, host, port)
         report = self.report(command, placement, name)
@@ -112,7 +115,14 @@ class Launch:
             on_line=report.hear if report else None,
             progress=report.progress if report else None,
         )
-        return worker, command.notes
+        return worker, command
+
+    @property
+    def model_name(self) -> str:
+        """What clients write in `model`."""
+        told, preset = self.request.model, self.preset
+        own = None if self.engine is None else preset.served_model_name
+        return served_name(self.request.extra) or own or told or preset.model_name
 
     def report(self, command: CommandLine, placement: Placement, name: str) -> StartReport | None:
         """`None` for the embedded replica, which measures nothing."""
@@ -174,6 +184,9 @@ def prepare(request: Request, machine: Machine | None = None, *, may_embed: bool
     preset.profile(request.profile)
     if machine is None:
         machine = this_machine(os.environ) if preset.gpu is not None else Machine(environment=os.environ)
+    if machine.troubles and (machine.slots or request.preset is not None):
+        notes = (f"WARNING: a GPU driver is here and fails: {'; '.join(machine.troubles)}", *notes)
+    notes = (*notes, *heed(request.extra))
     engine = None
     if preset.program == "vllm":
         engine = find_engine(request.vllm, request.vllm_version, must_run=request.must_run)
@@ -188,15 +201,16 @@ def preset_for(machine: Machine, request: Request, may_embed: bool) -> tuple[str
     choice = choose(slots)
     if choice is None:
         if not slots:
-            return EMBEDDED, None, ()
+            urgent = "WARNING: " if machine.troubles else ""
+            return EMBEDDED, None, (f"{urgent}no GPU found ({machine.why_empty}): {MADE_UP}",)
         if not may_embed:
             raise LaunchError(f"no preset is for {described(slots)}: name one with --preset")
-        return EMBEDDED, None, (f"no preset is for {described(slots)}: embedded replicas; --preset names another",)
+        return EMBEDDED, None, (f"no preset is for {described(slots)}: {MADE_UP}; --preset names another",)
     if may_embed and request.must_run:
         try:
             find_vllm(request.vllm)
         except LaunchError as error:
-            return EMBEDDED, None, (f"{choice.why}; but {error}. Embedded replicas instead",)
+            return EMBEDDED, None, (f"{choice.why}; but {error}. So {MADE_UP}",)
     return choice.preset, choice, (choice.why,)
 
 
@@ -223,11 +237,11 @@ def run_replica(
         if not request.must_run:
             print_dry_run(launch, launch.command(launch.place(), host, port))
             return 0
-        worker, notes = launch.worker(launch.name, host, port)
+        worker, command = launch.worker(launch.name, host, port)
     except (PresetError, LaunchError) as error:
         say(str(error))
         return 2
-    for note in (*launch.notes, *notes):
+    for note in (*launch.notes, *command.notes):
         say(note)
     return asyncio.run(run_in_foreground(worker))
 

@@ -18,6 +18,7 @@ from workers.planner.hardware import GPUS
 from workers.presets import Gpu
 
 TRIAL_SECONDS = 10.0
+HIDING = (*VISIBLE.values(), "ROCR_VISIBLE_DEVICES")
 
 Numa = Callable[[Device], int | None]
 
@@ -45,6 +46,8 @@ class Machine:
     environment: Mapping[str, str] = field(default_factory=dict)
     numactl: str | None = None
     numa: Numa = numa_node
+    troubles: tuple[str, ...] = ()
+    """Of drivers that are there and fail."""
 
     @property
     def slots(self) -> tuple[Slot, ...]:
@@ -54,6 +57,16 @@ class Machine:
     def is_told(self) -> bool:
         """Whether it is known which cards there are."""
         return bool(self.devices) or any(name in self.environment for name in VISIBLE.values())
+
+    @property
+    def why_empty(self) -> str:
+        """Why no card is visible."""
+        if self.troubles:
+            return "; ".join(self.troubles)
+        hiding = next((name for name in HIDING if name in self.environment), None)
+        if hiding is not None:
+            return f"{hiding}={self.environment[hiding]!r} leaves none"
+        return "no driver is installed"
 
     def place(self, gpu: Gpu | None, index: int = 0, of: int = 1) -> Placement:
         """The replica number `index` (from 0) of so many, each on `gpu.count` cards. Raises `LaunchError`."""

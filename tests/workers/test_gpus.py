@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,7 +12,18 @@ import pytest
 
 from workers import presets
 from workers.engine_version import LaunchError
-from workers.gpus import Device, Slot, from_amd_smi, from_nvidia_smi, from_nvml, numa_node, visible
+from workers.gpus import (
+    NVML_NOT_FOUND,
+    Device,
+    DriverFailed,
+    Slot,
+    from_amd_smi,
+    from_nvidia_smi,
+    from_nvml,
+    numa_node,
+    read_nvidia_smi,
+    visible,
+)
 from workers.placement import Machine, Placement
 from workers.preset_choice import MODELS, choose
 from workers.presets import Gpu
@@ -21,7 +32,9 @@ MIB = 2**20
 
 
 class Refusal(Exception):
-    pass
+    def __init__(self, value: int = 0, message: str = "") -> None:
+        super().__init__(message)
+        self.value = value
 
 
 @dataclass
@@ -29,15 +42,16 @@ class Recorded:
     """Stands for the module `pynvml`, with what it answered."""
 
     cards: list[dict[str, object]]
-    has_driver: bool = True
+    refusal: Refusal | None = None
+    """Of its beginning."""
     is_old: bool = False
     NVMLError = Refusal
     nvmlMemory_v2 = 2
     open_sessions: int = 0
 
     def nvmlInit(self) -> None:
-        if not self.has_driver:
-            raise Refusal
+        if self.refusal is not None:
+            raise self.refusal
         self.open_sessions += 1
 
     def nvmlShutdown(self) -> None:
@@ -115,9 +129,48 @@ def test_old_drivers_and_bindings_are_understood() -> None:
 
 
 def test_without_a_driver_there_are_no_cards() -> None:
-    assert from_nvml(Recorded([], has_driver=False)) == []
+    assert from_nvml(Recorded([], refusal=Refusal(NVML_NOT_FOUND))) == []
     assert from_nvidia_smi("No devices were found\n") == []
     assert from_amd_smi("") == from_amd_smi("ERROR: no amdgpu") == from_amd_smi("[not JSON") == []
+
+
+@pytest.fixture
+def smi(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str], Path]:
+    """Makes `nvidia-smi` the only tool there is; it runs the given lines of shell."""
+    monkeypatch.setenv("PATH", str(tmp_path))
+
+    def make(script: str) -> Path:
+        tool = tmp_path / "nvidia-smi"
+        tool.write_text(f"#!/bin/sh\n{script}\n")
+        tool.chmod(0o755)
+        return tool
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("script", "trouble"),
+    [
+        ("echo 'NVIDIA-SMI has failed.'; exit 9", "{} ends with exit code 9: NVIDIA-SMI has failed"),
+        ("echo '<html>'", "nvidia-smi names no card: <html>"),
+        ("exit 0", "nvidia-smi names no card: it prints nothing"),
+    ],
+)
+def test_a_driver_that_fails_is_named(smi: Callable[[str], Path], script: str, trouble: str) -> None:
+    tool = smi(script)
+    with pytest.raises(DriverFailed) as failed:
+        read_nvidia_smi()
+    assert str(failed.value) == trouble.format(tool)
+
+
+def test_a_tool_that_works_has_no_troubles(smi: Callable[[str], Path]) -> None:
+    smi(f"echo '{H200_CSV.strip()}'")
+    assert read_nvidia_smi() == [H200_DEVICE]
+
+
+def test_a_driver_that_nvml_cannot_use_is_named() -> None:
+    with pytest.raises(DriverFailed, match=r"^NVML says: Driver Not Loaded$"):
+        from_nvml(Recorded([], refusal=Refusal(9, "Driver Not Loaded")))
 
 
 def test_nvidia_smi_says_the_same_as_nvml() -> None:
@@ -187,6 +240,8 @@ def test_products_have_the_names_of_presets(title: str, mib: int, name: str | No
         ({}, ["0", "1", "2", "3"], [0, 1, 2, 3]),
         ({"CUDA_VISIBLE_DEVICES": "2, 3"}, ["2", "3"], [2, 3]),
         ({"CUDA_VISIBLE_DEVICES": ""}, [], []),
+        ({"CUDA_VISIBLE_DEVICES": "NoDevFiles"}, [], []),
+        ({"CUDA_VISIBLE_DEVICES": "1,-1,2"}, ["1"], [1]),
         ({"CUDA_VISIBLE_DEVICES": "GPU-1,7,MIG-x"}, ["GPU-1", "7", "MIG-x"], [1, None, None]),
         ({"HIP_VISIBLE_DEVICES": "0"}, ["0", "1", "2", "3"], [0, 1, 2, 3]),
     ],

@@ -255,11 +255,65 @@ def test_without_a_preset_the_cards_choose(capsys: pytest.CaptureFixture[str]) -
     ]
 
 
-def test_without_cards_it_is_the_embedded_replica(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run_replica(dry(), machine=Machine()) == 0
+@pytest.mark.parametrize(
+    ("machine", "reason"),
+    [
+        (Machine(), "no GPU found (no driver is installed)"),
+        (Machine(H200S, {"CUDA_VISIBLE_DEVICES": ""}), "no GPU found (CUDA_VISIBLE_DEVICES='' leaves none)"),
+        (Machine(troubles=("nvidia-smi is ill",)), "WARNING: no GPU found (nvidia-smi is ill)"),
+    ],
+)
+def test_without_cards_it_is_the_embedded_replica_and_it_says_why(
+    machine: Machine, reason: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_replica(dry(), machine=machine) == 0
     printed = capsys.readouterr()
     assert " -m workers.sim_replica " in printed.out
-    assert printed.err == ""
+    assert printed.err == f"warmlane: {reason}: embedded replicas, whose answers are made up\n"
+
+
+def test_a_driver_that_fails_is_loud_also_where_a_preset_is_named() -> None:
+    launch = prepare(dry(H200_PRESET), Machine(troubles=("nvidia-smi is ill",)))
+    assert launch.notes == ("WARNING: a GPU driver is here and fails: nvidia-smi is ill",)
+
+
+@pytest.mark.parametrize(
+    ("extra", "line"),
+    [
+        (("foo",), "'foo' is not a flag: behind -- come flags of the engine"),
+        (("--port", "9"), "--port behind --: the gateway would look elsewhere"),
+        (("--seed", "1", "--host=a"), "--host behind --: the gateway would look elsewhere"),
+        (("--no-such-flag", "3"), "--no-such-flag is not among the flags"),
+    ],
+)
+def test_flags_that_cannot_be_meant_are_refused_as_written(
+    extra: tuple[str, ...], line: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_replica(dry(H200_PRESET, extra=extra), machine=Machine()) == 2
+    printed = capsys.readouterr()
+    assert printed.err.startswith(f"warmlane: {line}")
+    assert printed.err.count("\n") == 1
+
+
+def test_flags_that_cost_the_routing_are_warned_of() -> None:
+    extra = ("--no_enable_prefix_caching", "--served-model-name", "a", "b", "--served-model-name=mine")
+    launch = prepare(dry("cpu-tiny", extra=extra), Machine())
+    assert launch.notes[0].startswith("--no_enable_prefix_caching: without a prefix cache")
+    assert launch.notes[1].startswith("--served-model-name: it beats the preset's")
+    assert launch.model_name == "mine"
+
+
+@pytest.mark.parametrize(
+    ("preset", "model", "name"),
+    [
+        ("cpu-tiny", None, "tiny"),
+        ("cpu-tiny", "org/other", "tiny"),  # --served-model-name is the preset's
+        (H200_PRESET, "org/other", "org/other"),
+        ("embedded", "other", "other"),
+    ],
+)
+def test_clients_write_the_name_that_is_served(preset: str, model: str | None, name: str) -> None:
+    assert prepare(dry(preset, model=model), Machine()).model_name == name
 
 
 def test_cards_without_a_preset_are_refused_or_left_alone() -> None:
