@@ -295,11 +295,12 @@ def presets(
     """List the presets, or what was measured with them."""
     import msgspec
 
+    from workers import measurements
     from workers.presets import load_all
 
     found = load_all()
     if measured:
-        from workers import measurements, starts
+        from workers import starts
 
         rows = measurements.rows(found, starts.read(starts.file_for(os.environ)))
         print(measurements.as_json(rows) if as_json else measurements.as_text(rows))
@@ -309,7 +310,7 @@ def presets(
         return DONE
     for name, preset in found.items():
         print(f"{name:32} {preset.title}")
-        shipped = "; ".join(one.hardware for one in preset.measured) or "not yet"
+        shipped = "; ".join(measurements.hardware(one) for one in preset.measured) or "not yet"
         print(f"{'':32} profiles: {', '.join(preset.profiles)}; measured: {shipped}")
     return DONE
 

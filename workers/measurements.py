@@ -91,14 +91,25 @@ def as_json(found: Sequence[Row]) -> str:
 
 
 def as_text(found: Sequence[Row]) -> str:
-    """Two lines each: what was started, and what it came to. Of equal starts on this machine only the latest."""
+    """Three lines each: what was started, with which flags, and what it came to. Of equal starts only the latest."""
     latest = {(row.preset, row.profile, row.vllm, row.hardware, row.flags, row.source): row for row in found}
-    return "\n".join(f"{heading(row)}\n    {figures(row)}" for row in latest.values())
+    return "\n".join(f"{heading(row)}\n    {flags(row)}\n    {figures(row)}" for row in latest.values())
 
 
 def heading(row: Row) -> str:
     when = f"here, {row.time[:16].replace('T', ' ')}" if row.time else row.source
     return f"{row.preset} {row.profile}, vLLM {row.vllm}, {row.hardware} ({when})"
+
+
+def flags(row: Row) -> str:
+    if row.source == HERE:
+        return f"with {row.flags}" if row.flags else "with no flags"
+    return f"with the profile's flags{f', but {row.flags}' if row.flags else ''}"
+
+
+def hardware(record: Measurement) -> str:
+    """For one line: where it was measured, and with what other flags than the profile's."""
+    return f"{record.hardware} (with {record.flags})" if record.flags else record.hardware
 
 
 def figures(row: Row) -> str:

@@ -1,8 +1,8 @@
 """Which preset suits this machine, when none is named.
 
-The models are tried in order, the one that the project is for first. A preset for exactly these cards wins; otherwise
-the machine is divided as the planner divides it: into as many replicas as have roomy caches each, else into those that
-hold the most prefixes together.
+The models are tried in order, the one that the project is for first. The machine is divided as the planner divides it,
+so that `warmlane plan` says the same: into as many replicas as have roomy caches each, else into those that hold the
+most prefixes together.
 """
 
 from __future__ import annotations
@@ -60,12 +60,17 @@ def kinds(slots: Sequence[Slot]) -> list[str]:
 
 def chosen(fitting: Mapping[int, str], every: Mapping[str, Preset], cards: Sequence[Slot], total: int) -> Choice:
     count = len(cards)
-    best = count if count in fitting else min(fitting, key=lambda gpus: order(every[fitting[gpus]], count))
+    orders = {gpus: order(every[name], count) for gpus, name in fitting.items()}
+    best = min(orders, key=lambda gpus: orders[gpus])
     replicas = count // best
     idle = total - replicas * best
     parts = f"{replicas} replicas of {best}" if replicas > 1 else "for exactly these" if not idle else f"for {best}"
     left = f", {idle} left over" if idle else ""
-    return Choice(fitting[best], replicas, f"{described(cards)}: {fitting[best]}, {parts}{left}")
+    why = ""
+    if len(fitting) > 1 and replicas > 1:
+        is_tight = orders[best][0]
+        why = "; so they hold the most prefixes" if is_tight else "; the most replicas whose caches are roomy"
+    return Choice(fitting[best], replicas, f"{described(cards)}: {fitting[best]}, {parts}{left}{why}")
 
 
 def order(preset: Preset, count: int) -> tuple[bool, int]:

@@ -25,6 +25,9 @@ from workers.gpus import (
     visible,
 )
 from workers.placement import Machine, Placement
+from workers.planner.hardware import GPUS
+from workers.planner.planning import plan
+from workers.planner.question import Question
 from workers.preset_choice import MODELS, choose
 from workers.presets import Gpu
 
@@ -353,7 +356,7 @@ def test_the_node_of_a_card_is_read_from_sysfs(tmp_path: Path) -> None:
         (H100S[:1], "gpt-oss-120b-h100-80-x1", 1),
         (H100S[:2], "gpt-oss-120b-h100-80-x2", 1),
         (H100S[:3], "gpt-oss-120b-h100-80-x2", 1),
-        (H100S, "gpt-oss-120b-h100-80-x4", 1),
+        (H100S, "gpt-oss-120b-h100-80-x2", 2),
         (devices("NVIDIA H100 80GB HBM3", 79.2, 8), "gpt-oss-120b-h100-80-x2", 4),
         (devices("NVIDIA H200", 139.8, 8), "gpt-oss-120b-h200-141-x1", 8),
         (devices("NVIDIA A100-SXM4-40GB", 39.4, 8), "gpt-oss-120b-a100-40-x4", 2),
@@ -377,9 +380,24 @@ def test_a_choice_says_why() -> None:
         assert choice is not None
         return choice.why
 
-    assert why(H100S) == "4 x NVIDIA H100 80GB HBM3: gpt-oss-120b-h100-80-x4, for exactly these"
+    assert why(H100S) == (
+        "4 x NVIDIA H100 80GB HBM3: gpt-oss-120b-h100-80-x2, 2 replicas of 2; the most replicas whose caches are roomy"
+    )
+    assert why(H100S[:2]) == "2 x NVIDIA H100 80GB HBM3: gpt-oss-120b-h100-80-x2, for exactly these"
     assert why(H100S[:3]) == "3 x NVIDIA H100 80GB HBM3: gpt-oss-120b-h100-80-x2, for 2, 1 left over"
     assert why(devices("NVIDIA H200", 139.8, 2)) == "2 x NVIDIA H200: gpt-oss-120b-h200-141-x1, 2 replicas of 1"
+
+
+@pytest.mark.parametrize("gpu", ["h100-80", "h200-141", "b200-180"])
+@pytest.mark.parametrize("count", [1, 2, 4, 8])
+def test_the_planner_says_the_same(gpu: str, count: int) -> None:
+    """On cards with a preset for what it recommends."""
+    titles = {"h100-80": "NVIDIA H100", "h200-141": "NVIDIA H200", "b200-180": "NVIDIA B200"}
+    choice = choose(visible(devices(titles[gpu], GPUS[gpu].memory_gib, count), {}))
+    planned = plan(Question("openai/gpt-oss-120b", gpu, count))
+    assert choice is not None
+    assert planned.is_preset
+    assert (choice.preset, choice.replicas) == (planned.preset, planned.chosen.layout.replicas)
 
 
 def test_cards_without_a_preset_choose_none() -> None:

@@ -284,6 +284,38 @@ def test_text_says_plainly_whether_it_fits(warmlane) -> None:
     assert "at most 100 % of what comes again is still there" in out
 
 
+@pytest.mark.parametrize(
+    ("asked", "lines"),
+    [
+        ("--gpu h100-80 --count 4", ["Run it: warmlane up --preset gpt-oss-120b-h100-80-x2 --replicas 2"]),
+        (
+            "--gpu h200-141 --count 1 --profile latency",
+            ["Run it: warmlane up --preset gpt-oss-120b-h200-141-x1 --profile latency --replicas 1"],
+        ),
+        (
+            "--gpu h200-141 --count 16",
+            [
+                "Run it: on each of 2 machines, 8 times, each on GPUs and a port of its own: "
+                "warmlane replica --preset gpt-oss-120b-h200-141-x1 --host ADDRESS",
+                "In front of them: warmlane serve --replica http://ADDRESS:PORT ..., once for each replica",
+            ],
+        ),
+    ],
+)
+def test_what_to_run_is_what_machines_can_do(warmlane, asked: str, lines: list[str]) -> None:
+    code, out, _ = warmlane("--model", OSS, *asked.split())
+    assert code == 0
+    assert out.splitlines()[-len(lines) :] == lines
+
+
+def test_a_bare_engine_gets_the_port_of_a_replica(warmlane) -> None:
+    asked = ["--model", OSS, "--gpu", "h200-141", "--context", "40000"]
+    _, out, _ = warmlane(*asked, "--count", 1)
+    assert re.search(r"^Run it: vllm serve openai/gpt-oss-120b .* --port 8101$", out, re.M)
+    _, out, _ = warmlane(*asked, "--count", 2)
+    assert re.search(r"^Run it: 2 times, each on GPUs and a port of its own: vllm serve ", out, re.M)
+
+
 def test_flags_of_vllm_may_follow(warmlane) -> None:
     asked = ["--model", OSS, "--gpu", "h200-141", "--count", 1, "--mean-tokens", 20_000, "--json"]
     _, out, _ = warmlane(*asked, "--", "--no-enable-prefix-caching")

@@ -298,7 +298,13 @@ def test_measured_presets_stand_beside_their_plans(
     assert shipped["planned"]["kv_tokens"] == pytest.approx(1_383_290, rel=0.15)
     lines = shown(capsys).splitlines()
     (at,) = [index for index, line in enumerate(lines) if "1 x NVIDIA H200" in line]
-    assert lines[at : at + 2] == [
+    assert lines[at : at + 3] == [
         "gpt-oss-120b-h200-141-x1 recommended, vLLM 0.24.0, 1 x NVIDIA H200 (here, 2026-11-30 12:00)",
+        f"    with {ours[1]['flags']}",
         "    weights 64.70 GiB (plan: 64.67), KV tokens 1,383,290 (plan: 1,383,317), started in 99 s",
     ]
+    other = "--gpu-memory-utilization 0.9 --max-model-len 40000 --load-format dummy"
+    assert f"    with the profile's flags, but {other}" in lines
+    with pytest.raises(SystemExit):
+        main(["presets"])
+    assert f"measured: one H200 141 GB (with {other})" in capsys.readouterr().out

@@ -10,6 +10,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from workers.command_line import DEFAULT_PORT
 from workers.planner.layouts import Estimate
 from workers.planner.planning import Plan, words
 from workers.planner.rules import Finding
@@ -193,11 +194,25 @@ def as_text(plan: Plan) -> str:
 
 
 def command(plan: Plan, found: Report) -> str:
-    if plan.is_preset and plan.profile == DEFAULT_PROFILE:
-        return f"warmlane up --preset {plan.preset} --replicas {found.replicas}"
-    if plan.is_preset:
-        return f"warmlane replica --preset {plan.preset} --profile {plan.profile}"
-    return f"vllm serve {found.model} {found.flags}"
+    machine, layout = plan.case.machine, plan.chosen.layout
+    if plan.is_preset and layout.gpus <= machine.per_node:
+        profile = "" if plan.profile == DEFAULT_PROFILE else f" --profile {plan.profile}"
+        one = f"--preset {plan.preset}{profile}"
+        if found.replicas * layout.gpus <= machine.per_node:
+            return f"warmlane up {one} --replicas {found.replicas}"
+        return spread(f"warmlane replica {one} --host ADDRESS", found.replicas, machine.per_node // layout.gpus)
+    command = f"vllm serve {found.model} {found.flags} --port {DEFAULT_PORT}"
+    return command if found.replicas == 1 else f"{found.replicas} times, each on GPUs and a port of its own: {command}"
+
+
+def spread(command: str, replicas: int, at_most: int) -> str:
+    """More replicas than a machine has room for."""
+    machines = -(-replicas // at_most)
+    each = f"{at_most} times, each on GPUs and a port of its own" if at_most > 1 else "once"
+    return (
+        f"on each of {machines} machines, {each}: {command}\n"
+        "In front of them: warmlane serve --replica http://ADDRESS:PORT ..., once for each replica"
+    )
 
 
 def verdict(plan: Plan, found: Report) -> str:
