@@ -10,13 +10,18 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import re
 import ssl
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 
 from gateway.config import ConfigError
 
 log = logging.getLogger(__name__)
 
+LABEL = re.compile(rb"-----BEGIN ([A-Z0-9 ]+)-----")
+CERTIFICATE, PRIVATE_KEY = b"CERTIFICATE", b"PRIVATE KEY"
+"""Ends of the labels that PEM files have: some say more (`EC PRIVATE KEY`)."""
 LOOK_SECONDS = 5.0
 """Between two looks at the files: renewals are announced days ahead."""
 
@@ -64,10 +69,7 @@ class Certificate:
         try:
             context.load_cert_chain(self._certificate, self._key, password=refuse_password)
         except OSError as error:  # also what is no certificate, or another's key
-            where = f"server.tls_certificate {self._certificate}"
-            if self._key is not None:
-                where += f", server.tls_key {self._key}"
-            raise TlsError(f"{where}: {reason_of(error)}") from error
+            raise TlsError(pair_problem(self._certificate, self._key, error)) from error
         return context
 
     def _state(self) -> tuple[tuple[int, int, int] | None, ...]:
@@ -79,9 +81,35 @@ def replica_context(ca_file: str | None) -> ssl.SSLContext:
     try:
         context = ssl.create_default_context(cafile=ca_file)
     except OSError as error:
-        raise TlsError(f"upstream.ca_file {ca_file}: {reason_of(error)}") from error
+        undecoded = isinstance(error, ssl.SSLError) and not error.reason
+        reason = "its certificates cannot be decoded" if undecoded else reason_of(error)
+        raise TlsError(f"upstream.ca_file {ca_file}: {reason}") from error
     context.set_alpn_protocols(["http/1.1"])
     return context
+
+
+def pair_problem(certificate: str, key: str | None, refusal: OSError) -> str:
+    """Which of the two files OpenSSL has refused, and why: it says only that one of them is wrong."""
+    shown = f"server.tls_certificate {certificate}"
+    secret = shown if key is None else f"server.tls_key {key}"
+    for called, path, wanted in ((shown, certificate, CERTIFICATE), (secret, key or certificate, PRIVATE_KEY)):
+        try:
+            labels = LABEL.findall(Path(path).read_bytes())
+        except OSError as error:
+            return f"{called}: {error.strerror}"
+        if not labels:
+            return f"{called}: is not PEM"
+        if not any(label.endswith(wanted) for label in labels):
+            remedy = "; server.tls_key names its file" if called == shown and wanted is PRIVATE_KEY else ""
+            return f"{called}: holds no {wanted.decode().lower()}{remedy}"
+    if isinstance(refusal, ssl.SSLError) and refusal.reason == "KEY_VALUES_MISMATCH":
+        return f"{secret}: its key does not match the certificate, {certificate}"
+    try:
+        ssl.create_default_context(cafile=certificate)
+    except OSError:
+        return f"{shown}: its certificate cannot be decoded"
+    known = isinstance(refusal, ssl.SSLError) and refusal.reason
+    return f"{secret}: {reason_of(refusal) if known else 'its key cannot be decoded'}"
 
 
 def refuse_password() -> str:

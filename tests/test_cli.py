@@ -442,7 +442,7 @@ def test_tls_files_that_cannot_be_used_are_a_wrong_configuration(command, author
     pair, other = authority.issue("one", "IP:127.0.0.1"), authority.issue("other", "IP:127.0.0.1")
     cases = (
         ('[server]\ntls_certificate = "/absent.pem"\n', "server.tls_certificate /absent.pem: No such file"),
-        (f'[server]\ntls_certificate = "{pair.certificate}"\ntls_key = "{other.key}"\n', "key values mismatch"),
+        (f'[server]\ntls_certificate = "{pair.certificate}"\ntls_key = "{other.key}"\n', "key does not match"),
         ('[upstream]\nca_file = "/absent.pem"\n', "upstream.ca_file /absent.pem: No such file or directory"),
     )
     for text, message in cases:

@@ -301,7 +301,10 @@ async def test_a_certificate_that_cannot_be_used_is_an_error_at_the_start(
     cases = [
         ({"tls_certificate": "/nowhere.pem"}, "server.tls_certificate /nowhere.pem: No such file or directory"),
         ({"tls_certificate": str(text)}, f"server.tls_certificate {text}: "),
-        ({**server(pair), "tls_key": str(other.key)}, "key values mismatch"),
+        (
+            {**server(pair), "tls_key": str(other.key)},
+            f"server.tls_key {other.key}: its key does not match the certificate, {pair.certificate}",
+        ),
         ({**server(pair), "tls_key": str(locked)}, "without a passphrase"),
     ]
     for table, message in cases:
@@ -310,6 +313,41 @@ async def test_a_certificate_that_cannot_be_used_is_an_error_at_the_start(
         assert f"upstream.ca_file {file}: " in await start(
             Config(server=Server(port=0), upstream=Upstream(ca_file=file))
         )
+
+
+def test_what_is_wrong_with_a_pair_is_said_without_its_content(
+    tmp_path: Path, authority: Authority, pair: Pair
+) -> None:
+    def written(name: str, text: str) -> Path:
+        (tmp_path / name).write_text(text)
+        return tmp_path / name
+
+    canary = "Q0FOQVJZ"
+    words, empty = written("words", f"{canary}\n"), written("empty", "")
+    bad_certificate = written("bad.pem", f"-----BEGIN CERTIFICATE-----\n{canary}\n-----END CERTIFICATE-----\n")
+    bad_key = written("bad.key", f"-----BEGIN PRIVATE KEY-----\n{canary}\n-----END PRIVATE KEY-----\n")
+    absent = tmp_path / "absent"
+    certificate, key = pair.certificate, pair.key
+    cases: list[tuple[Path, Path | None, str, str]] = [
+        (certificate, None, "certificate", f"{certificate}: holds no private key; server.tls_key names its file"),
+        (certificate, certificate, "key", f"{certificate}: holds no private key"),
+        (certificate, words, "key", f"{words}: is not PEM"),
+        (certificate, absent, "key", f"{absent}: No such file or directory"),
+        (certificate, bad_key, "key", f"{bad_key}: its key cannot be decoded"),
+        (absent, key, "certificate", f"{absent}: No such file or directory"),
+        (tmp_path, key, "certificate", f"{tmp_path}: Is a directory"),
+        (words, key, "certificate", f"{words}: is not PEM"),
+        (empty, None, "certificate", f"{empty}: is not PEM"),
+        (key, key, "certificate", f"{key}: holds no certificate"),
+        (bad_certificate, key, "certificate", f"{bad_certificate}: its certificate cannot be decoded"),
+    ]
+    for one, other, called, problem in cases:
+        with pytest.raises(TlsError) as raised:
+            Certificate(str(one), None if other is None else str(other))
+        assert str(raised.value) == f"server.tls_{called} {problem}"
+        assert canary not in str(raised.value)
+    with pytest.raises(TlsError, match=r"its certificates cannot be decoded$"):
+        replica_context(str(bad_certificate))
 
 
 async def shown(port: int, context: ssl.SSLContext) -> int:
