@@ -16,6 +16,7 @@ import typer
 
 from gateway.core.settings import POLICY_NAMES
 from gateway.doctor_command import doctor, key_in
+from gateway.outlet import outlet
 from gateway.plan_command import plan
 from loadtests.options import Options, as_command
 
@@ -101,7 +102,14 @@ class Refused(Exception):
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
-    """Entry point: runs the command line (of the process by default) and turns every known failure into one line."""
+    """Entry point: runs the command line (of the process by default). Nobody is made to wait by who reads stderr."""
+    with outlet(sys.stderr) as stderr, contextlib.redirect_stderr(stderr):
+        code = exit_code_of(arguments)
+    sys.exit(code)
+
+
+def exit_code_of(arguments: Sequence[str] | None) -> int:
+    """Runs it, and turns every known failure into one line."""
     from gateway.config import ConfigError
 
     try:
@@ -116,7 +124,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         code = DONE  # stopped before there was anything to stop
     except BrokenPipeError:
         code = FAILED  # the reader of our output left, as `head` does
-    sys.exit(code if isinstance(code, int) else DONE)
+    return code if isinstance(code, int) else DONE
 
 
 def complain(message: str, exit_code: int) -> int:

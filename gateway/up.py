@@ -15,6 +15,7 @@ import socket
 import sys
 import time
 from dataclasses import dataclass
+from typing import TextIO
 
 import httpx
 import uvloop
@@ -23,6 +24,7 @@ from gateway import app
 from gateway.access import configured_access
 from gateway.config import Config, Workers
 from gateway.listeners import StartError
+from gateway.outlet import outlet
 from gateway.stderr_log import report_unforeseen
 from gateway.stop_signals import StopSignals
 from workers.back_off import BackOffSettings
@@ -111,7 +113,7 @@ async def run_together(config: Config, fleet: Fleet) -> int:
     asyncio.get_running_loop().set_exception_handler(report_unforeseen)
     needs_key = configured_access(config.auth, os.environ, time.monotonic) is not None
     has_others = bool(config.replicas or config.discovery.dns or config.admin.allow)
-    with StopSignals().heard() as signals:
+    with StopSignals().heard() as signals, outlet(sys.stdout) as out:
 
         def on_hopeless() -> None:
             print("warmlane: every replica was given up, and there are no others: stopping", file=sys.stderr)
@@ -129,7 +131,7 @@ async def run_together(config: Config, fleet: Fleet) -> int:
         def on_ready(url: str) -> None:
             for note in fleet.notes:
                 say(note)
-            beside.append(asyncio.create_task(greet(url, fleet, supervisor, needs_key, page, signals)))
+            beside.append(asyncio.create_task(greet(url, fleet, supervisor, needs_key, page, signals, out)))
 
         try:
             await app.serve_until(signals, config, on_ready=on_ready, workers=supervisor)
@@ -162,7 +164,7 @@ def supervisor_settings(workers: Workers, fleet: Fleet) -> SupervisorSettings:
 
 
 async def greet(
-    url: str, fleet: Fleet, supervisor: Supervisor, needs_key: bool, page: str, signals: StopSignals
+    url: str, fleet: Fleet, supervisor: Supervisor, needs_key: bool, page: str, signals: StopSignals, out: TextIO
 ) -> None:
     """Say how to call the gateway, once a call would be answered."""
     await supervisor.wait_settled()
@@ -178,7 +180,7 @@ async def greet(
                 return  # the listener is closed
             print(f"warmlane: {url}/ready does not answer: {error or type(error).__name__}", file=sys.stderr)
             return
-    print(greeting(url, fleet, needs_key, page), flush=True)
+    print(greeting(url, fleet, needs_key, page), file=out, flush=True)
 
 
 def greeting(url: str, fleet: Fleet, needs_key: bool, page: str) -> str:
