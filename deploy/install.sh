@@ -129,6 +129,9 @@ read_value() {
             VLLM_VERSION=$2
             ;;
         --vllm-package=?*) VLLM_PACKAGE=$2 ;;
+        --prefix=*[!A-Za-z0-9._/+-]*)
+            refuse 2 "$1 cannot be '$2': besides letters and digits only . _ / + - are safe in units and scripts"
+            ;;
         --prefix=/*) PREFIX=$2 ;;
         --root=/*) ROOT=${2%/} ;;
         *) refuse 2 "$1 cannot be '$2'; --help says what it can be" ;;

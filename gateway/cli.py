@@ -221,7 +221,7 @@ def route(
         raise Refused(f"{file}: {error.strerror}") from error
     with asking(key_env) as key:
         answer = dry_run.ask(url, body, session, key)
-    print(answer.decode("utf-8", "replace") if as_json else dry_run.table(answer))
+        print(answer.decode("utf-8", "replace") if as_json else dry_run.table(answer))
     return DONE
 
 
@@ -265,7 +265,7 @@ def switch_drain(url: str, replica: str, key_env: str, draining: bool) -> int:
         with asking(key_env) as key:
             answer = operate.drain(url, replica, key, draining=draining)
         now = msgspec.json.decode(answer, type=operate.Replica)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, RecursionError) as error:
         raise Refused(str(error), FAILED) from error
     print(f"{now.replica}: {'draining' if now.draining else now.health}, {now.in_flight} requests there")
     return DONE

@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator
 from difflib import get_close_matches
 from types import UnionType
-from typing import Annotated, Any, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import msgspec
 from msgspec import Meta, Struct
@@ -93,7 +93,7 @@ def keys_of(kind: Any) -> list[str]:
 
 def choices_at(key: str, root: type[Struct]) -> tuple[str, ...]:
     """What may stand at the path of a key: `routing.policy`, or `routing.shadow[1]` in a list."""
-    return get_args(kind_at(key, root))
+    return tuple(one for kind in plain(kind_at(key, root)) if get_origin(kind) is Literal for one in get_args(kind))
 
 
 def description_at(key: str, root: type[Struct]) -> str | None:

@@ -78,7 +78,7 @@ def message_of(body: bytes) -> str:
     """The message of an OpenAI error object, or the beginning of whatever else came."""
     try:
         found = msgspec.json.decode(body)["error"]["message"]
-    except (msgspec.DecodeError, KeyError, TypeError):
+    except (msgspec.DecodeError, RecursionError, KeyError, TypeError):
         return body[:200].decode("utf-8", "replace")
     return str(found)
 
@@ -87,7 +87,7 @@ def table(answer: bytes) -> str:
     """The decision for people: best replica first. Costs are seconds with `cache-cost`, else what the policy counts."""
     try:
         decision = msgspec.json.decode(answer, type=Answer)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, RecursionError) as error:
         raise Unanswered(f"not an answer of a Warmlane gateway: {error}") from error
     parts = list(dict.fromkeys(part for candidate in decision.ranking for part in candidate.parts))
     rows = [["replica", "cost", *parts, "cached", "prompt", "in flight", "pending"]]

@@ -126,7 +126,7 @@ def restart(
 def _restart_in(answer: bytes) -> Restart:
     try:
         return msgspec.json.decode(answer, type=Restarted).restart
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, RecursionError) as error:
         raise Unanswered(f"not an answer of a Warmlane gateway: {error}") from error
 
 
@@ -148,7 +148,7 @@ def _names_nobody(refusal: bytes) -> bool:
     """An admin listener knows the path, but not the replica in it."""
     try:
         return msgspec.json.decode(refusal, type=Refusal).error.code in NAMES_NOBODY
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, RecursionError):
         return False
 
 
@@ -156,7 +156,7 @@ def table(answer: bytes) -> str:
     """The replicas for people, and below them who is registered but stays out, and why."""
     try:
         fleet = msgspec.json.decode(answer, type=Fleet)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, RecursionError) as error:
         raise Unanswered(f"not an answer of a Warmlane gateway: {error}") from error
     rows = [["replica", "source", "engine", "health", "in flight", "running", "waiting", "kv", "load age", "models"]]
     rows += [_row(one) for one in fleet.replicas]

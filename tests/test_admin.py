@@ -488,6 +488,7 @@ async def test_a_registration_that_is_none(caplog, monkeypatch) -> None:
             answer = await gateway.admin.post("/warmlane/replicas", content=body)
             assert answer.status_code in (400, 413), body[:50]
             assert answer.json()["error"]["code"] in ("invalid_registration", "request_too_large"), body[:50]
+            assert answer.status_code != 413 or "(64 KiB)" in answer.json()["error"]["message"]
 
 
 # -- the command

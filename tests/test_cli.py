@@ -11,8 +11,10 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import httpx
@@ -525,6 +527,33 @@ def test_serve_stands_in_front_of_a_replica_and_route_explains(start, replica, t
 
 def test_route_says_when_nobody_answers(complaint):
     assert complaint(1, "route", "--url", "http://127.0.0.1:1", os.devnull).startswith("http://127.0.0.1:1: ")
+
+
+@pytest.mark.parametrize("answer", [b"[1, 2]", b"null", b"SSH", b"[" * 300_000], ids=["list", "null", "text", "deep"])
+def test_route_and_replicas_say_where_no_gateway_answers(answer, complaint):
+    class Other(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.rfile.read(int(self.headers.get("content-length", 0)))
+            self.send_response(200)
+            self.send_header("content-length", str(len(answer)))
+            self.end_headers()
+            self.wfile.write(answer)
+
+        do_POST = do_GET
+
+        def log_message(self, *arguments: object) -> None:
+            """Not on the test's stderr."""
+
+    with HTTPServer(("127.0.0.1", 0), Other) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        url = f"http://127.0.0.1:{server.server_port}"
+        try:
+            assert "not an answer of a Warmlane gateway" in complaint(1, "route", "--url", url, os.devnull)
+            assert "not an answer of a Warmlane gateway" in complaint(1, "replicas", "--url", url)
+        finally:
+            server.shutdown()
+            thread.join()
 
 
 # -- keys

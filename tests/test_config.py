@@ -112,6 +112,10 @@ def test_every_policy_of_the_core_can_be_configured():
         ),
         ("[[server]]\nport = 1", "server: write [server], with one bracket on each side: there is one"),
         ("[sever]\nport = 1", "unknown key sever; did you mean server?"),
+        (
+            '[[replicas]]\nurl = "http://a:1"\nengine = "sg-lang"',
+            "replicas[0].engine: 'sg-lang' is none of vllm, sglang, tensorrt-llm, llama.cpp, ollama, openai",
+        ),
         ('[server]\nlog = "xml"', "server.log: 'xml' is none of json, off"),
         ('[[replicas]]\nurl = "http://a"\n[[replicas]]\nurl = "http://A:80/"', "replicas: http://a:80 is listed twice"),
         (

@@ -26,7 +26,7 @@ os_field() {
 }
 
 describe_host() {
-    say "$OS_NAME, $(uname -m), NVIDIA GPUs: $(gpus), driver running: $(running_driver none)"
+    say "${OS_NAME:-$OS_ID $(os_field VERSION_ID)}, $(uname -m), NVIDIA GPUs: $(gpus), driver running: $(running_driver none)"
 }
 
 # at_least VERSION MINIMUM

@@ -245,7 +245,8 @@ services_done() {
 services_do() {
     run mkdir -p "$ROOT/etc/systemd/system" "$ROOT/etc/warmlane"
     for name in $UNITS; do
-        unit "$name" | write "$ROOT/etc/systemd/system/$name"
+        unit "$name" >"$FOLDER/$name"  # by itself, for in a pipe its failure would be lost
+        write "$ROOT/etc/systemd/system/$name" <"$FOLDER/$name"
     done
     for name in $SETTINGS; do
         # systemd reads environment files as root, and keys may be put into them; the gateway reads its own file itself.

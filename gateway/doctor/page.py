@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from gateway.core.model import LoadSnapshot
 from gateway.feeds.dialects import PLAIN, dialect_of_page
-from gateway.feeds.metrics_text import MOST_LINES, Sample, read_load, read_sample
+from gateway.feeds.metrics_text import MOST_LINE_BYTES, MOST_LINES, Absurd, Sample, read_load, read_sample
 
 CACHE_CONFIG = "vllm:cache_config_info"
 PREEMPTIONS = "vllm:num_preemptions_total"
@@ -75,12 +75,17 @@ class Page:
 
 def read_page(body: bytes, taken_at: float) -> Page:
     samples: dict[str, list[Sample]] = {}
-    lines = [line for line in body.split(b"\n") if line.startswith(PREFIXES) and name_of(line) in FAMILIES]
-    for line in lines[:MOST_LINES]:
-        name = name_of(line)
-        samples.setdefault(name, []).append(read_sample(line[len(name) :]))
     dialect = dialect_of_page(body) or PLAIN
-    return Page(read_load(body, taken_at, dialect.families), {name: tuple(found) for name, found in samples.items()})
+    try:
+        load = read_load(body, taken_at, dialect.families)
+        lines = [line for line in body.split(b"\n") if line.startswith(PREFIXES) and name_of(line) in FAMILIES]
+    except Absurd:
+        load, lines = LoadSnapshot(taken_at), []
+    for line in lines[:MOST_LINES]:
+        if len(line) <= MOST_LINE_BYTES:
+            name = name_of(line)
+            samples.setdefault(name, []).append(read_sample(line[len(name) :]))
+    return Page(load, {name: tuple(found) for name, found in samples.items()})
 
 
 def name_of(line: bytes) -> str:

@@ -25,6 +25,10 @@ MOST_DIGITS = 15
 MOST_LINES = 4_096
 """Lines of the wanted families: a hundred engines have a thousand. Reading more would hold up the requests (100,000
 took 0.6 s), so a page with more says nothing."""
+MOST_PAGE_LINES = 65_536
+"""Lines of all: a hundred engines have 60,000. Four million, which the size of a page allows, took 0.35 s to split."""
+MOST_LINE_BYTES = 4_096
+"""Of a wanted line: the longest of vLLM has some 1,000. One with 800,000 labels took as long."""
 
 LABEL = re.compile(r'([A-Za-z_][A-Za-z0-9_]*)="((?:[^"\\]|\\.)*)"')
 
@@ -37,16 +41,18 @@ class Sample(NamedTuple):
     """`None` when it is no finite number of zero or more."""
 
 
+class Absurd(Exception):
+    """A page that no engine writes: it says nothing. The message is short, for people."""
+
+
 Gauge = dict[str, float | None]
 """A gauge, engine by engine of one replica."""
 
 
 def read_load(page: bytes, taken_at: float, families: Families = VLLM.families) -> LoadSnapshot:
-    """The load snapshot that a page describes. A page without any of the families gives one of `None`s."""
-    wanted = families.wanted
-    lines = [line for line in page.split(b"\n") if line.startswith(wanted)]
-    if len(lines) > MOST_LINES:
-        lines = []
+    """The load snapshot that a page describes. A page without any of the families gives one of `None`s. Raises
+    `Absurd`."""
+    lines = _lines(page, families.wanted)
     capacities = _cache_tokens(lines, families)
     return LoadSnapshot(
         taken_at=taken_at,
@@ -59,6 +65,18 @@ def read_load(page: bytes, taken_at: float, families: Families = VLLM.families) 
         started_at=_complete([sample.value for sample in _samples(lines, families.started_at)], max),
         asleep=_asleep(_samples(lines, families.sleep_state)),
     )
+
+
+def _lines(page: bytes, names: Names) -> list[bytes]:
+    """Those that start with one of the names. Raises `Absurd`."""
+    if page.count(b"\n") > MOST_PAGE_LINES:
+        raise Absurd(f"more than {MOST_PAGE_LINES} lines")
+    lines = [line for line in page.split(b"\n") if line.startswith(names)]
+    if len(lines) > MOST_LINES:
+        raise Absurd(f"more than {MOST_LINES} lines of load")
+    if any(len(line) > MOST_LINE_BYTES for line in lines):
+        raise Absurd(f"a line of load with more than {MOST_LINE_BYTES} bytes")
+    return lines
 
 
 def _samples(lines: list[bytes], names: Names) -> list[Sample]:

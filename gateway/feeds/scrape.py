@@ -14,7 +14,7 @@ from random import Random
 from gateway.core.model import Fact, LoadReported, LoadSnapshot, ReplicaId
 from gateway.feeds.engines import Engines
 from gateway.feeds.fetch import FetchFailed, ReplicaClient, fetch
-from gateway.feeds.metrics_text import read_load
+from gateway.feeds.metrics_text import Absurd, read_load
 from gateway.feeds.replicas import Replicas, watch_each
 
 log = logging.getLogger(__name__)
@@ -88,4 +88,7 @@ class Scrape:
         """Dated to the question, not the answer: what was sent in between may or may not be counted."""
         page = await fetch(self._client, url, timeout_seconds=self._timeout_seconds, max_bytes=self._max_bytes)
         self._engines.hear_page(replica, page)
-        return read_load(page, taken_at=began, families=self._engines.dialect(replica).families)
+        try:
+            return read_load(page, taken_at=began, families=self._engines.dialect(replica).families)
+        except Absurd as error:
+            raise FetchFailed(str(error)) from error

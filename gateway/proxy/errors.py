@@ -28,7 +28,8 @@ class BadBody(Exception):
 
 class BodyTooLarge(Exception):
     def __init__(self, limit_bytes: int) -> None:
-        super().__init__(f"The request body is larger than this gateway accepts ({limit_bytes // 2**20} MiB).")
+        size = f"{limit_bytes // 2**20} MiB" if limit_bytes >= 2**20 else f"{limit_bytes // 2**10} KiB"
+        super().__init__(f"The request body is larger than this gateway accepts ({size}).")
 
 
 class BodiesFull(Exception):

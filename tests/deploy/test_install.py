@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import stat
 from pathlib import Path
 
@@ -153,6 +154,9 @@ def test_options_reach_the_commands(host, options, command):
         ("--cuda", "12"),
         ("--vllm-version", "0.17.1"),
         ("--prefix", "opt"),
+        ("--prefix", "/opt/a|b"),
+        ("--prefix", "/opt/a&b"),
+        ("--prefix", "/opt/a b"),
         ("--vllm-version", "0.32.0", "--vllm-package", "vllm"),
     ],
 )
@@ -162,6 +166,12 @@ def test_wrong_usage_is_one_line_and_changes_nothing(host, options):
     (line,) = ended.stderr.splitlines()
     assert options[0] in line
     assert host.calls() == []
+
+
+def test_a_system_without_a_pretty_name_is_named(tmp_path):
+    ended = Host(tmp_path, "ID=debian\nVERSION_ID=12").install("--dry-run")
+    assert ended.returncode == DONE
+    assert ended.stdout.startswith("install.sh: debian 12, x86_64, ")
 
 
 def test_without_a_gpu_it_says_so_and_goes_on_with_the_gateway_only_when_told(tmp_path):
@@ -340,6 +350,16 @@ def test_a_toolkit_of_another_major_version_is_spoken_of(host, cuda, fits):
 
 
 # -- services
+
+
+def test_units_that_cannot_be_made_end_the_step(host):
+    host.add_program("uv/bin/uv")
+    host.add_program("gateway/bin/warmlane")
+    host.program("sed", f'case $* in */opt/warmlane*) exit 4 ;; *) exec {shutil.which("sed")} "$@" ;; esac')
+    ended = host.install("--only", "gateway", "--part", "3")
+    assert ended.returncode == FAILED
+    assert "step services failed" in ended.stderr
+    assert not (host.root / "etc/systemd/system/warmlane.service").exists()
 
 
 def test_services_are_installed_once_and_settings_never_replaced(host):

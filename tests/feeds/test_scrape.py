@@ -108,6 +108,16 @@ async def test_a_huge_page_is_cut_off_and_counts_as_missing(start_replica, repli
     assert sent < 20 * 1024 * 1024, "the rest was read as well"
 
 
+async def test_a_page_that_no_engine_writes_counts_as_missing(start_replica, replicas, facts, scrape, caplog):
+    one = await start_replica()
+    one.answers = {"/metrics": ok(page() + b"\n" * 70_000)}
+    replicas.update(added=[one.id])
+    scrape()
+    await wait_until(lambda: caplog.records)
+    assert facts == []
+    assert "more than 65536 lines" in caplog.records[0].getMessage()
+
+
 async def test_a_compressed_page_is_refused_instead_of_inflated(start_replica, replicas, facts, scrape, caplog):
     one = await start_replica()
     one.answers = {"/metrics": ok(gzip.compress(page() + b"\n" * 10_000_000), headers="Content-Encoding: gzip\r\n")}
