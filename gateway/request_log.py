@@ -43,7 +43,7 @@ class RequestRecord(msgspec.Struct, gc=False):
     outcome: str = ""
     """Value of `Outcome`. For a request that no replica got: as if the gateway were one."""
     error: str = ""
-    """Short code of a closed set, empty when nothing went wrong."""
+    """Short code of a closed set, empty when nothing went wrong, the client left or the gateway was stopped."""
     shed: str = ""
     """Value of `ShedReason` when the gateway itself refused it; else empty."""
     stream: bool = False

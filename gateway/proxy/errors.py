@@ -193,6 +193,15 @@ BLAME: dict[type[Exception], Blame] = {
     DeadlineExceeded: Blame(504, "timeout_error", "deadline_exceeded"),
 }
 
+SAID_BY_REPLICA: dict[Outcome, str] = {
+    Outcome.FAILED: "replica_error",
+    Outcome.REFUSED: "replica_refused",
+    Outcome.REJECTED: "replica_rejected",
+    Outcome.DRAINING: "replica_draining",
+    Outcome.EMPTY: "replica_empty",
+}
+"""Short codes of whole answers that went wrong: a replica's status, or an event in its stream, was passed on."""
+
 # Errors that a handler may translate; anything else is a bug and stays one.
 KNOWN: tuple[type[Exception], ...] = (*BLAME, RoutingError, UpstreamError)
 

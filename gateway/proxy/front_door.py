@@ -37,6 +37,7 @@ from gateway.proxy.call import Call
 from gateway.proxy.endpoints import Endpoint
 from gateway.proxy.errors import (
     KNOWN,
+    SAID_BY_REPLICA,
     BadBody,
     BodiesFull,
     BodyTooLarge,
@@ -469,7 +470,8 @@ class FrontDoor:
 
     def _note(self, record: RequestRecord, relay: Relay, outcome: Outcome, usage: Usage | None) -> None:
         record.outcome = outcome.value
-        record.error = code_of(relay.error) if relay.error else ""
+        if outcome is not Outcome.COMPLETED:
+            record.error = code_of(relay.error) if relay.error else SAID_BY_REPLICA.get(outcome, "")
         if usage is not None:
             record.prompt_tokens = usage.prompt_tokens
             record.cached_tokens = usage.cached_tokens

@@ -11,7 +11,7 @@ from gateway.keys import Key
 from gateway.limits import BYTES_A_TOKEN, ModelNotAllowed, Stay, guessed_tokens, used_tokens
 from gateway.prompt import NotJson, Shape
 from gateway.proxy.call import Call
-from gateway.proxy.errors import BadBody
+from gateway.proxy.errors import SAID_BY_REPLICA, BadBody
 from gateway.request_log import RequestRecord
 
 UNSALTED = (Shape.FORM, Shape.NONE)
@@ -19,7 +19,7 @@ UNSALTED = (Shape.FORM, Shape.NONE)
 GENERATING = (Shape.CHAT, Shape.COMPLETION, Shape.RESPONSES, Shape.MESSAGES)
 """Their answers are generated token by token; those of others have their size from what was sent."""
 REFUSED = (429, 503)
-"""Statuses, with an error code of the gateway's own, of what had no room or no replica."""
+"""Statuses of what had no room or no replica, where the gateway itself says so."""
 
 
 def salted(isolation: Isolation, body: bytes, shape: Shape, tenant: str, *, encoded: bool) -> bytes:
@@ -85,4 +85,5 @@ def settle(stay: Stay, record: RequestRecord, call: Call, seconds: float, now: f
         completion=record.completion_tokens,
         guessed=guessed,
     )
-    stay.leave(used, now, refused=bool(record.error) and (record.status in REFUSED or not record.attempts))
+    ours = bool(record.error) and record.error != SAID_BY_REPLICA[Outcome.REFUSED]
+    stay.leave(used, now, refused=ours and (record.status in REFUSED or not record.attempts))

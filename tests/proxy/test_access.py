@@ -430,6 +430,19 @@ def told_to_wait(answer: httpx.Response) -> int:
     return int(answer.headers["retry-after"])
 
 
+async def test_what_a_replica_refuses_counts_as_a_request(guarded: Guarded, keys: Keys) -> None:
+    """It was sent; only what the gateway itself had no room for is given back."""
+
+    async def refuse(exchange: Exchange) -> None:
+        await exchange.answer(b"{}", status="503 Service Unavailable")
+
+    keys.write(alice={"requests_per_minute": 2})
+    async with ScriptedReplica(refuse).running() as replica, guarded(replica) as gateway:
+        for _ in range(2):
+            assert (await gateway.chat()).status_code == 503
+        told_to_wait(await gateway.chat())
+
+
 async def test_requests_per_minute(guarded: Guarded, keys: Keys) -> None:
     keys.write(alice={"requests_per_minute": 3}, bob={})
     async with ScriptedReplica().running() as replica, guarded(replica) as gateway:

@@ -126,6 +126,35 @@ async def test_a_stream_that_is_cut_short_keeps_its_status_and_first_token(mode:
                 assert re.search(r'warmlane_time_to_first_token_seconds_count{model="\w+"} 1.0', page)
 
 
+@pytest.mark.parametrize(
+    ("status", "body", "error"),
+    [
+        ("200 OK", b"{}", ""),
+        ("500 Internal Server Error", b"{}", "replica_error"),
+        ("502 Bad Gateway", b"{}", "replica_error"),
+        ("503 Service Unavailable", b"{}", "replica_refused"),
+        ("429 Too Many Requests", b"{}", "replica_refused"),
+        ("400 Bad Request", b"{}", "replica_rejected"),
+        ("200 OK", EVENT + b'data: {"error": {"message": "out of memory", "code": 500}}\n\n', "replica_error"),
+        ("200 OK", EVENT + b'data: {"error": {"message": "too long", "code": 400}}\n\n', "replica_rejected"),
+        ("200 OK", b"data: [DONE]\n\n", "replica_empty"),
+    ],
+)
+async def test_what_a_replica_says_went_wrong_has_a_code(
+    mode: str, status: str, body: bytes, error: str, capsysbinary
+) -> None:
+    kind = b"content-type: text/event-stream\r\n" if body.startswith(b"data") else b""
+
+    async def script(exchange: Exchange) -> None:
+        await exchange.answer(body, status=status, headers=kind)
+
+    async with ScriptedReplica(script).running() as replica:
+        async with running_gateway(replica, mode=mode, server={"log": "json"}) as gateway:
+            await gateway.chat()
+            (record,) = await Log(capsysbinary).settled(1)
+            assert (record.status, record.error) == (int(status[:3]), error)
+
+
 async def test_a_client_that_leaves_before_a_held_500_got_no_status(mode: str, capsysbinary) -> None:
     async def script(exchange: Exchange) -> None:
         await exchange.send(b"HTTP/1.1 500 Internal Server Error\r\ncontent-length: 100\r\n\r\n{")
