@@ -25,7 +25,7 @@ class Symptom:
     """What a rule saw."""
 
     subject: str
-    """URL of a server, or the replicas of a model."""
+    """URL of a server, the replicas of a model, or models at a gateway."""
     evidence: str
     figures: Mapping[str, float] = field(default_factory=dict)
     """The same for programs; units are in the names."""
@@ -57,6 +57,10 @@ class Finding:
     @property
     def docs(self) -> str:
         return f"docs/troubleshooting.md#{self.code}"
+
+
+def counted(number: int, noun: str) -> str:
+    return f"{number} {noun}{'s' * (number != 1)}"
 
 
 def each_replica(look: Callable[[Replica], Symptom | None]) -> Callable[[Window], Iterator[Symptom]]:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from gateway.doctor import page as pages
-from gateway.doctor.findings import Symptom
+from gateway.doctor.findings import Symptom, counted
 from gateway.doctor.replica_rules import backlog, is_backlog, is_full, percent, queued, seconds
 from gateway.doctor.window import Gateway, Replica, Trend, Window, trend
 from gateway.proxy.endpoints import ENDPOINTS
@@ -20,6 +20,8 @@ WRONG_SHARE = 0.3
 """Of the predicted tokens. Evictions that the gateway has not noticed yet cost a few per cent."""
 LEAST_ANSWERS = 5.0
 
+UNDRAIN = "warmlane undrain, for one that is well"
+
 INFERENCE = frozenset(endpoint.path for endpoint in ENDPOINTS.values()) - {"/tokenize", "/detokenize"}
 """What clients ask engines for. The gateway itself asks /tokenize."""
 
@@ -28,6 +30,54 @@ def unlisted_replicas(window: Window) -> Iterator[Symptom]:
     for gateway in window.gateways:
         if gateway.fleet is None and gateway.seen:
             yield Symptom(gateway.url, f"/warmlane/replicas: {gateway.fleet_problem}")
+
+
+def no_replica(window: Window) -> Iterator[Symptom]:
+    """For the whole gateway, or for some of its models."""
+    for gateway in window.gateways:
+        if gateway.last is None:
+            continue
+        standings = gateway.standings
+        if "up" not in standings.values():
+            said = "".join(f"; {one} is {standing}" for one, standing in standings.items())
+            evidence = f"/ready: {gateway.ready_problem or 'HTTP 200'}; {counted(len(standings), 'replica')}{said}"
+            figures = {"replicas": float(len(standings))}
+            yield Symptom(gateway.url, evidence, figures, back_in(standings))
+            continue
+        for replicas, models in left_alone(window, gateway).items():
+            theirs = {one: standings.get(one, "gone") for one in replicas}
+            said = "; ".join(f"{one} is {standing}" for one, standing in theirs.items())
+            yield Symptom(f"{', '.join(models)} at {gateway.url}", f"no replica: {said}", change=back_in(theirs))
+
+
+def left_alone(window: Window, gateway: Gateway) -> dict[tuple[str, ...], list[str]]:
+    """Models of which no replica gets new requests, by their replicas."""
+    if gateway.fleet is not None:
+        listed = {one.replica: one.models for one in gateway.fleet.replicas}
+    else:
+        listed = {one.url: list(one.base_models) for one in window.replicas if one.url in gateway.replicas}
+    standings, found = gateway.standings, dict[tuple[str, ...], list[str]]()
+    for model in dict.fromkeys(name for names in listed.values() for name in names):
+        replicas = tuple(one for one, names in listed.items() if model in names)
+        if not any(standings.get(one) == "up" for one in replicas):
+            found.setdefault(replicas, []).append(model)
+    return found
+
+
+def back_in(standings: Mapping[str, str]) -> str:
+    """How a fleet comes to a replica; empty where the rule's own text says it."""
+    if not standings:
+        return "it has no replica: name some in its configuration, with --replica, or register them"
+    return UNDRAIN if any(standing.endswith("drained") for standing in standings.values()) else ""
+
+
+def given_up_workers(window: Window) -> Iterator[Symptom]:
+    for gateway in window.gateways:
+        page = gateway.last
+        gone = page.total(pages.WORKERS, state="given up") if page is not None else None
+        if page is not None and gone:
+            evidence = f"it gave up {gone:.0f} of the {page.total(pages.WORKERS) or gone:.0f} replicas that it runs"
+            yield Symptom(gateway.url, evidence, {"given_up": gone})
 
 
 def ejected(window: Window) -> Iterator[Symptom]:

@@ -12,13 +12,14 @@ from __future__ import annotations
 import asyncio
 import ssl
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
 
 from gateway.config import ConfigError, replica_url
 from gateway.core.model import ModelCard, ReplicaId
+from gateway.doctor.causes import KEY_WANTED
 from gateway.doctor.page import Page, read_page
 from gateway.doctor.window import Gateway, Look, Replica, Window
 from gateway.feeds.dialects import DIALECTS, PLAIN, Dialect, dialect_of_owners, dialect_of_page
@@ -33,7 +34,6 @@ INTERVALS = 10
 """Of a window, so it has eleven looks: enough to tell growth from noise."""
 LEAST_INTERVAL_SECONDS = 0.1
 VERSION_MAX_LENGTH = 64
-KEY_WANTED = ("HTTP 401", "HTTP 403")
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,11 +73,12 @@ class Looking:
         for url, fact in zip(replicas, facts, strict=True):
             asked.append((url, dialect_of(fact["engine"]).metrics or "", self._open))
         looks = await asyncio.gather(*(self._looks(url, path, began, client) for url, path, client in asked))
+        ready = await asyncio.gather(*(self._ready_problem(url) for url in gateways))
         return Window(
             seconds=self._seconds,
             gateways=tuple(
-                Gateway(one.url, seen, fleet=one.fleet, fleet_problem=one.fleet_problem)
-                for one, seen in zip(listed, looks[: len(gateways)], strict=True)
+                replace(one, looks=seen, ready_problem=problem)
+                for one, seen, problem in zip(listed, looks[: len(gateways)], ready, strict=True)
             ),
             replicas=tuple(
                 Replica(url, seen, up_for=up, **fact)
@@ -111,6 +112,14 @@ class Looking:
         except (FetchFailed, msgspec.DecodeError, RecursionError) as error:
             problem = str(error)
         return Gateway(url, (await self._look(self._for_gateways, f"{url}/metrics", 0.0),), fleet, problem)
+
+    async def _ready_problem(self, url: str) -> str:
+        """A gateway tells it to everybody."""
+        try:
+            await self._ask(self._open, f"{url}/ready")
+        except FetchFailed as error:
+            return str(error)
+        return ""
 
     # -- the looks
 

@@ -32,9 +32,22 @@ STATE = "warmlane_replica_state"
 DRAINING = "warmlane_replica_draining"
 LOAD_AGE = "warmlane_replica_load_age_seconds"
 IN_FLIGHT = "warmlane_replica_in_flight_requests"
+WORKERS = "warmlane_workers"
 
 OF_VLLM = (CACHE_CONFIG, PREEMPTIONS, REJECTIONS, FINISHED, GENERATION_TOKENS, PROMPT_TOKENS, STEPS)
-OF_GATEWAY = (BUILD, ATTEMPTS, SHED, WAITING, REPORTED_PROMPT_TOKENS, CACHED, STATE, DRAINING, LOAD_AGE, IN_FLIGHT)
+OF_GATEWAY = (
+    BUILD,
+    ATTEMPTS,
+    SHED,
+    WAITING,
+    REPORTED_PROMPT_TOKENS,
+    CACHED,
+    STATE,
+    DRAINING,
+    LOAD_AGE,
+    IN_FLIGHT,
+    WORKERS,
+)
 FAMILIES = frozenset((*OF_VLLM, TOKEN_GAPS, TOKEN_GAP_SECONDS, HTTP_REQUESTS, *OF_GATEWAY))
 """HTTP requests are counted by the server under vLLM."""
 PREFIXES = (b"vllm:", b"http_requests_total", b"warmlane_")

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from gateway.doctor import page as pages
+from gateway.doctor.causes import remedy
 from gateway.doctor.findings import Symptom
 from gateway.doctor.page import Page
 from gateway.doctor.window import Gateway, Replica, Server, Trend, trend
@@ -51,10 +52,11 @@ def unreachable(server: Server) -> Symptom | None:
     if server.seen or (isinstance(server, Replica) and (not server.health_problem or server.up_for)):
         return None
     if not server.looks:  # an engine without metrics
-        return Symptom(server.url, f"its health: {server.health_problem}") if isinstance(server, Replica) else None
+        problem = server.health_problem if isinstance(server, Replica) else ""
+        return Symptom(server.url, f"its health: {problem}", change=remedy(server, problem)) if problem else None
     problem = server.looks[-1].problem
-    how = "it asks for a key: name its variable, --gateway-key-env" if problem in ("HTTP 401", "HTTP 403") else ""
-    return Symptom(server.url, f"none of {len(server.looks)} looks was answered: {problem}", change=how)
+    evidence = f"none of {len(server.looks)} looks was answered: {problem}"
+    return Symptom(server.url, evidence, change=remedy(server, problem))
 
 
 def out_of_sight(replica: Replica) -> Symptom | None:

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from gateway.doctor import page as pages
-from gateway.doctor.findings import Finding, Severity
+from gateway.doctor.findings import Finding, Severity, counted
 from gateway.doctor.window import Replica, Window
 
 SCHEMA = 1
@@ -127,7 +127,7 @@ def as_json(told: Report, *, one_line: bool = False) -> str:
 def as_text(told: Report) -> str:
     out = io.StringIO()
     console = Console(file=out, width=WIDTH, highlight=False, emoji=False, markup=False)
-    gateways = "".join(f"gateway {one.url} with {len(one.replicas)} replicas. " for one in told.gateways)
+    gateways = "".join(f"gateway {one.url} with {counted(len(one.replicas), 'replica')}. " for one in told.gateways)
     console.print(plain(f"{gateways}Looked for {told.seconds:g} s."))
     if told.replicas:
         console.print(replicas_table(told.replicas))
@@ -139,9 +139,7 @@ def as_text(told: Report) -> str:
 
 def verdict(told: Report) -> str:
     counts = [sum(one.severity == level.value for one in told.findings) for level in Severity]
-    named = [
-        f"{count} {level.value}{'s' * (count != 1)}" for level, count in zip(Severity, counts, strict=True) if count
-    ]
+    named = [counted(count, level.value) for level, count in zip(Severity, counts, strict=True) if count]
     quiet = told.replicas and not any(one.prompt_tokens_per_second for one in told.replicas)
     idle = " No prompts came in that time: speed, hits and balance could not be judged." if quiet else ""
     return f"{', '.join(named) or 'Nothing found'}.{idle}"
@@ -166,7 +164,7 @@ def replicas_table(replicas: list[ReplicaFigures]) -> Table:
 
 
 def findings_table(findings: list[Found]) -> Table:
-    """What was seen alike at several servers is one row."""
+    """What was seen alike at several servers is one row, and says how many findings it is."""
     table = Table(box=box.SIMPLE_HEAD, show_lines=True)
     table.add_column("finding", width=20)
     table.add_column("where and by what", ratio=1)
@@ -176,7 +174,8 @@ def findings_table(findings: list[Found]) -> Table:
         rows.setdefault((one.severity, one.code, one.evidence, one.change, one.docs), []).append(one.subject)
     for (severity, code, evidence, change, docs), subjects in rows.items():
         where = ", ".join(subjects)
-        table.add_row(f"{severity}\n{code}", plain(f"{where}: {evidence}"), f"{plain(change)}\n{docs}")
+        level = severity if len(subjects) == 1 else counted(len(subjects), severity)
+        table.add_row(f"{level}\n{code}", plain(f"{where}: {evidence}"), f"{plain(change)}\n{docs}")
     return table
 
 

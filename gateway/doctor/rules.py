@@ -28,6 +28,10 @@ def each_server(look: Callable[[Server], Symptom | None]) -> Callable[[Window], 
 
 SEQUENCES, CONTEXT = "--max-num-seqs", "--max-model-len"
 BATCH, MEMORY = "--max-num-batched-tokens", "--gpu-memory-utilization"
+GIVEN_UP = (
+    "look in the gateway's output for why it does not start, then warmlane restart; GET /warmlane/workers of the admin "
+    "listener names it"
+)
 SAME = "start all replicas of a model with the same"
 
 RULES: tuple[Rule, ...] = (
@@ -54,6 +58,13 @@ RULES: tuple[Rule, ...] = (
         "let GET /metrics through: the gateway is blind without it",
     ),
     Rule("ejected", ERROR, gateways.ejected, "make it answer the gateway's requests and /health; it returns by itself"),
+    Rule(
+        "no-replica",
+        ERROR,
+        gateways.no_replica,
+        "look at what is said of each; a replica returns by itself when it answers",
+    ),
+    Rule("worker-given-up", ERROR, gateways.given_up_workers, GIVEN_UP),
     # Does it work?
     Rule("asleep", ERROR, each_replica(replicas.asleep), "requests sent past a gateway hang: POST /wake_up to it"),
     Rule("paused", ERROR, each_replica(replicas.paused), "requests sent past a gateway hang: POST /resume to it"),
@@ -252,12 +263,17 @@ def examine(window: Window) -> list[Finding]:
             evidence=symptom.evidence,
             figures=symptom.figures,
             change=change_of(rule, symptom, foreign.get(symptom.subject)),
-            flags=() if symptom.subject in foreign else rule.flags,
+            flags=() if symptom.subject in foreign else flags_of(rule, symptom),
         )
         for rule in RULES
         for symptom in rule.symptoms(window)
     ]
     return sorted(found, key=lambda one: list(Severity).index(one.severity))
+
+
+def flags_of(rule: Rule, symptom: Symptom) -> tuple[str, ...]:
+    """Of a change that depends on what was seen: those that it names."""
+    return tuple(flag for flag in rule.flags if not symptom.change or flag in symptom.change)
 
 
 def change_of(rule: Rule, symptom: Symptom, foreign: str | None) -> str:

@@ -155,13 +155,26 @@ class Gateway(Server):
     fleet: Fleet | None = None
     """Its view of its replicas, where it is open to us."""
     fleet_problem: str = ""
+    ready_problem: str = ""
+    """What `/ready` answered at the end of the window, if not 200."""
 
     @property
     def replicas(self) -> list[str]:
         if self.fleet is not None:
             return [one.replica for one in self.fleet.replicas]
+        return self.listed
+
+    @property
+    def listed(self) -> list[str]:
+        """Replicas on its last page."""
         states = self.last.of(pages.STATE) if self.last is not None else ()
         return list(dict.fromkeys(one.labels.get("replica", "") for one in states))
+
+    @property
+    def standings(self) -> dict[str, str]:
+        """Of each replica on its last page: `up` if it gets new requests, else why not."""
+        drained = {one for one in self.listed if self.value(pages.DRAINING, one) == 1}
+        return {one: f"{self.state(one)}, drained" if one in drained else self.state(one) for one in self.listed}
 
     def state(self, replica: str) -> str:
         """Health of a replica as this gateway sees it; empty when it does not know it."""

@@ -154,7 +154,8 @@ async def fetch(
             transport.write(client.question(parts.netloc, parts.path, posting))
             await answer.ended
     except TimeoutError:
-        raise FetchFailed(f"no whole answer in {timeout_seconds:g} s") from None
+        missing = "connection" if transport is None else "whole answer"
+        raise FetchFailed(f"no {missing} in {timeout_seconds:g} s") from None
     except (OSError, UnicodeError) as error:  # the latter from a name that cannot be one
         if isinstance(error, OSError) and error.errno in OURS:
             raise Hindered("this machine has no socket left") from error

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import signal
+import socket
 import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -96,6 +98,42 @@ def test_an_error_is_exit_code_1_and_stands_in_the_table(replicas: tuple[str, st
     assert any("unreachable" in line for line in lines)
     assert "docs/troubleshooting.md#unreachable" in ended.stdout
     assert lines[-1].startswith("1 error, 1 note.")
+
+
+ADMIN_KEY = "a-key-for-administrators"
+
+
+def test_a_gateway_without_a_replica_is_an_error_and_its_admin_listener_is_told_from_it(tmp_path: Path) -> None:
+    key_file, config = tmp_path / "key", tmp_path / "warmlane.toml"
+    key_file.write_text(ADMIN_KEY)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    config.write_text(f'[admin]\nport = {port}\nkey_file = "{key_file}"\nallow = ["10.0.0.0/8"]\n')
+    with gateway("--config", str(config)) as url:
+        code, told = findings(url, "--seconds", "0.5")
+        assert (code, codes(told)) == (1, {("no-replica", url)})
+        assert told["findings"][0]["evidence"] == "/ready: HTTP 503; 0 replicas"
+        admin = f"http://127.0.0.1:{port}"
+        for environment in ({}, {"WARMLANE_ADMIN_KEY": ADMIN_KEY}):
+            code, told = findings(admin, "--seconds", "0.5", **environment)
+            assert (code, codes(told)) == (1, {("unreachable", admin)})
+            assert "an admin listener" in told["findings"][0]["change"]
+
+
+def test_what_is_neither_an_engine_nor_a_gateway_is_called_so() -> None:
+    class Nothing(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_error(404)
+
+        def log_message(self, format: str, *args: object) -> None: ...
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Nothing) as server:
+        threading.Thread(target=server.serve_forever).start()
+        _, told = findings(f"http://127.0.0.1:{server.server_port}", "--seconds", "0.5")
+        server.shutdown()
+    (finding,) = [one for one in told["findings"] if one["code"] == "unreachable"]
+    assert "neither an engine nor a gateway" in finding["change"]
+    assert finding["flags"] == []
 
 
 def test_replicas_that_differ_are_compared() -> None:
@@ -196,3 +234,4 @@ url = "{replicas[0]}"
         assert [one["url"] for one in told["replicas"]] == [replicas[0]]
         _, told = findings(url, "--seconds", "0.5", SSL_CERT_FILE="/dev/null")
         assert "certificate" in told["findings"][0]["evidence"]
+        assert "SSL_CERT_FILE" in told["findings"][0]["change"]

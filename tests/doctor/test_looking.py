@@ -118,7 +118,8 @@ async def test_each_key_goes_only_where_it_belongs() -> None:
     assert {key for path, key in replica.asked if path != "/v1/models"} == {""}
     assert gateway.keys_for("/metrics") == {"", "for-gateways"}
     assert gateway.keys_for("/warmlane/replicas") == {"", "for-admins"}
-    assert {path for path, _ in gateway.asked} == {"/metrics", "/warmlane/replicas"}
+    assert {path for path, _ in gateway.asked} == {"/metrics", "/warmlane/replicas", "/ready"}
+    assert gateway.keys_for("/ready") == {""}
     assert window.replicas[0].models is not None
 
 

@@ -58,6 +58,7 @@ def test_the_table_has_figures_findings_and_the_count() -> None:
     text = reports.as_text(told(memory(), memory("http://b:8000")))
     assert text.count("#preemptions") == 1  # once for both
     assert "http://a:8000, http://b:8000: 12" in text
+    assert "  2 warnings  " in text  # in that row: so it adds up to the last line
     assert text.splitlines()[-1] == "2 errors, 2 warnings."
     assert max(map(len, text.splitlines())) <= reports.WIDTH
 

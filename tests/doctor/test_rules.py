@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import msgspec
 import pytest
 
 from gateway.doctor.findings import Finding, Severity
@@ -13,6 +14,7 @@ from gateway.doctor.rules import RULES, examine
 from gateway.doctor.window import Gateway, Look, Replica, Window
 from gateway.operate import Address, Registration
 from tests.doctor.recordings import Edit, labelled, recording, setting
+from workers.keeper import State
 
 A, B, G = "http://a:8000", "http://b:8000", "http://gateway:8000"
 THERE = "http://127.0.0.1:8472"
@@ -73,6 +75,12 @@ def cached(predicted: list[float], reported: list[float]) -> Edit:
     return edit
 
 
+def workers(ready: int, given_up: int) -> Edit:
+    """Of a gateway that runs replicas itself."""
+    page = f'warmlane_workers{{state="ready"}} {ready}\nwarmlane_workers{{state="{State.GIVEN_UP.value}"}} {given_up}\n'
+    return lambda _, text: text + page
+
+
 def hybrid(version: str) -> Window:
     return fleet(models(replica("idle", version=version), root="openai/gpt-oss-120b"))
 
@@ -120,6 +128,18 @@ CASES: dict[str, Case] = {
         f"{G} has it as ejected: connection refused",
         lambda: behind(gateway()),
         THERE,
+    ),
+    "no-replica": Case(
+        lambda: behind(dataclasses.replace(gateway(*state("ejected")), ready_problem="HTTP 503")),
+        f"/ready: HTTP 503; 1 replica; {THERE} is ejected",
+        lambda: behind(gateway()),
+        G,
+    ),
+    "worker-given-up": Case(
+        lambda: behind(gateway(workers(1, 2))),
+        "it gave up 2 of the 3 replicas that it runs",
+        lambda: behind(gateway(workers(3, 0))),
+        G,
     ),
     "asleep": Case(
         lambda: fleet(replica("asleep")),
@@ -404,6 +424,78 @@ def test_an_engine_without_metrics_is_known_by_its_health() -> None:
 def test_metrics_that_are_off_are_switched_on_with_the_engines_own_flag() -> None:
     (finding,) = found(fleet(changed(silent("HTTP 404"), health_problem="", engine="llama.cpp")), "no-metrics")
     assert "start llama-server with --metrics" in finding.change
+
+
+def without_replica(_: int, text: str) -> str:
+    return "".join(f"{line}\n" for line in text.splitlines() if not line.startswith("warmlane_replica_"))
+
+
+DRAINED = setting("warmlane_replica_draining", [1.0] * 3)
+
+
+def test_a_gateway_with_no_replica_at_all_is_an_error() -> None:
+    one = dataclasses.replace(recording("past_gateway").gateway(G, without_replica), fleet=None)
+    (finding,) = found(Window(2.0, (), (dataclasses.replace(one, ready_problem="HTTP 503"),)), "no-replica")
+    assert (finding.severity, finding.evidence) == (Severity.ERROR, "/ready: HTTP 503; 0 replicas")
+    assert "--replica" in finding.change
+
+
+def test_a_fleet_that_is_drained_as_a_whole_is_an_error() -> None:
+    window = behind(dataclasses.replace(gateway(DRAINED), ready_problem="HTTP 503"))
+    (finding,) = found(window, "no-replica")
+    assert (finding.subject, finding.severity) == (G, Severity.ERROR)
+    assert finding.evidence == f"/ready: HTTP 503; 1 replica; {THERE} is up, drained"
+    assert finding.change.startswith("warmlane undrain")
+
+
+@pytest.mark.parametrize("is_open", [True, False])
+def test_a_model_whose_replicas_are_drained_is_an_error(is_open: bool) -> None:
+    """Whether the doctor sees the gateway's own view, or only its page and the replicas."""
+
+    def second(_: int, text: str) -> str:
+        lines = [line for line in text.splitlines() if line.startswith("warmlane_replica_")]
+        return text + "".join(line.replace(THERE, B) + "\n" for line in lines)
+
+    one = gateway(second, setting("warmlane_replica_draining", [1.0] * 3, replica=THERE))
+    assert one.fleet is not None
+    one.fleet.replicas.append(msgspec.structs.replace(one.fleet.replicas[0], replica=B, models=["other"]))
+    if not is_open:
+        one = dataclasses.replace(one, fleet=None)
+    replicas = (replica("past_replica", url=THERE), models(replica("past_replica", url=B), id="other"))
+    (finding,) = found(Window(2.0, replicas, (one,)), "no-replica")
+    assert (finding.subject, finding.severity) == (f"tiny at {G}", Severity.ERROR)
+    assert finding.evidence == f"no replica: {THERE} is up, drained"
+    assert finding.change.startswith("warmlane undrain")
+
+
+@pytest.mark.parametrize(
+    ("problem", "change"),
+    [
+        ("[Errno 111] Connect call failed ('10.0.0.9', 8000)", "start it, or correct its address"),
+        ("its TLS certificate was not accepted: unable to get local issuer certificate", "SSL_CERT_FILE"),
+        ("[SSL: WRONG_VERSION_NUMBER] wrong version number (_ssl.c:1000)", "http:// instead of https://"),
+        ("the answer is not HTTP", "https://"),
+        ("HTTP 404", "neither an engine nor a gateway"),
+        ("HTTP 401", "let /health and /metrics through"),
+        ("HTTP 500", "read its log"),
+        ("no whole answer in 2 s", "restart it"),
+        ("no connection in 2 s", "firewall"),
+        ("[Errno -2] Name or service not known", "its name is not known here"),
+    ],
+)
+def test_each_cause_of_silence_has_its_own_advice(problem: str, change: str) -> None:
+    (finding,) = found(fleet(silent(problem)), "unreachable")
+    assert change in finding.change
+    assert ("--gpu-memory-utilization" in finding.flags) == ("start it, or" in change)
+
+
+def test_an_admin_listener_is_told_from_a_gateway_with_keys() -> None:
+    """A gateway tells everybody whether it is ready."""
+    listener = Gateway(G, (Look(0.0, None, "HTTP 401"),), ready_problem="HTTP 401")
+    (finding,) = found(Window(2.0, (), (listener,)), "unreachable")
+    assert "an admin listener" in finding.change
+    assert "--admin-key-env" in finding.change
+    assert "--gateway-key-env" not in finding.change
 
 
 def test_a_page_that_asks_for_a_key_says_which_option() -> None:

@@ -79,9 +79,9 @@ async def test_a_hung_replica_is_reported_when_the_time_is_over(start_replica, r
     stuck = await start_replica()
     stuck.answers = {"/health": hang}
     replicas.update(added=[stuck.id])
-    probe(timeout_seconds=0.05)
+    probe(timeout_seconds=0.2)  # on a busy machine to connect takes a part of it
     await wait_until(lambda: len(facts) >= 2)
-    assert facts[:2] == [ProbeAnswered(stuck.id, False, "no whole answer in 0.05 s")] * 2
+    assert facts[:2] == [ProbeAnswered(stuck.id, False, "no whole answer in 0.2 s")] * 2
 
 
 async def test_a_refused_connection_is_a_failed_probe(start_replica, replicas, facts, probe):
