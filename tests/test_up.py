@@ -20,6 +20,7 @@ import pytest
 from gateway import operate
 from gateway.cli import main
 from gateway.dry_run import Unanswered
+from tests.doctor.processes import findings
 from tests.test_cli import refuses_connections
 from tests.workers.test_launch import announced, is_running
 
@@ -310,6 +311,9 @@ def test_it_stops_at_a_replica_that_does_not_come_back(scripted):
     assert re.match(r"warmlane: stopped: replica-\d does not come back: .* exit code 3", ended.stderr)
     assert sorted(one["state"] for one in up.workers().values()) == ["given up", "ready"]
     assert httpx.get(f"{up.url}/ready").status_code == 200
+    _, told = findings(up.url, "--seconds", "0.5")
+    (given_up,) = [one for one in told["findings"] if one["code"] == "worker-given-up"]
+    assert given_up["evidence"] == "it gave up 1 of the 2 replicas that it runs"
     assert up.stop() == 0
 
 

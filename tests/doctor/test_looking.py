@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
@@ -180,10 +181,11 @@ async def test_an_engine_of_another_kind_is_asked_only_what_costs_it_nothing() -
 
 async def test_a_replica_that_only_its_gateway_reaches_is_no_error() -> None:
     replica = Played(recording("past_replica"))
-    async with replica.serving():
-        gateway = in_front_of(replica)
-    async with gateway.serving() as front:
-        window = await look_around([front], 0.5, Keys())
+    with socket.socket() as nobody:  # holds the port, and does not listen
+        nobody.bind(("127.0.0.1", 0))
+        replica.url = f"http://127.0.0.1:{nobody.getsockname()[1]}"
+        async with in_front_of(replica).serving() as front:
+            window = await look_around([front], 0.5, Keys())
     assert "out-of-sight" in codes(window)
     assert "unreachable" not in codes(window)
 
