@@ -9,6 +9,7 @@ from __future__ import annotations
 import fcntl
 import os
 import tempfile
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,6 +19,9 @@ from msgspec import Struct
 
 KEPT = 200
 """Some 100 KB; what is older is of no use for a plan."""
+PATIENCE_SECONDS = 0.1
+"""A turn takes a millisecond or two. Who writes may have requests to serve: no longer than they can bear."""
+TRY_SECONDS = 0.01
 FILE = Path("warmlane", "starts.jsonl")
 
 
@@ -82,14 +86,14 @@ def read(file: Path | None) -> list[Start]:
 def parsed(line: bytes) -> Start | None:
     try:
         return msgspec.json.decode(line, type=Start)
-    except msgspec.DecodeError:  # of another version, or a hand
+    except (msgspec.DecodeError, RecursionError):  # of another version, or a hand; or nested without end
         return None
 
 
-def add(file: Path, start: Start) -> None:
-    """Raises `OSError`."""
+def add(file: Path, start: Start, patience_seconds: float = PATIENCE_SECONDS) -> None:
+    """Raises `OSError`, also where another process has its turn for longer than that."""
     file.parent.mkdir(parents=True, exist_ok=True)
-    with taking_turns(file.with_suffix(".lock")):
+    with taking_turns(file.with_suffix(".lock"), patience_seconds):
         try:
             lines = file.read_bytes().splitlines()
         except FileNotFoundError:
@@ -99,9 +103,17 @@ def add(file: Path, start: Start) -> None:
 
 
 @contextmanager
-def taking_turns(lock: Path) -> Iterator[None]:
+def taking_turns(lock: Path, patience_seconds: float) -> Iterator[None]:
+    last_try = time.monotonic() + patience_seconds
     with lock.open("wb") as held:
-        fcntl.flock(held, fcntl.LOCK_EX)
+        while True:
+            try:
+                fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError as error:
+                if time.monotonic() >= last_try:
+                    raise OSError(error.errno, "another process holds its lock") from error
+                time.sleep(TRY_SECONDS)
         yield
 
 

@@ -143,8 +143,9 @@ class Worker:
             raise WorkerFailed(f"{self.name}: something else listens on {self.url} already")
         await self._start_watchdog()
         assert self._leash is not None
-        read_end, write_end = os.pipe()
+        ends: list[int] = []
         try:
+            read_end, write_end = ends = [*os.pipe()]
             # A plain pipe, not asyncio's: its `wait` would also wait for grandchildren that hold the pipe open.
             self._process = await asyncio.create_subprocess_exec(
                 *self.command,
@@ -154,14 +155,23 @@ class Worker:
                 env={**os.environ, **self.environment},
                 start_new_session=True,
             )
-        except OSError as error:
-            os.close(read_end)
-            await self._dismiss_watchdog()
-            raise WorkerFailed(f"{self.name}: cannot run {self.command[0]}: {error.strerror}") from error
-        finally:
-            os.close(write_end)
-        os.write(self._leash, b"%d\n" % self._process.pid)
+            os.write(self._leash, b"%d\n" % self._process.pid)
+        except BaseException as error:
+            await self._undo_start(ends)
+            if isinstance(error, OSError):
+                what = f"cannot run {self.command[0]}: {error.strerror}"
+                raise WorkerFailed(f"{self.name}: {what}") from error
+            raise
+        os.close(write_end)
         self._ended = asyncio.create_task(self._see_to_the_end(self._process, read_end))
+
+    async def _undo_start(self, ends: Sequence[int]) -> None:
+        for end in ends:
+            os.close(end)
+        if self._process is not None:
+            kill_group(self._process.pid)
+            await self._process.wait()
+        await self._dismiss_watchdog()
 
     async def _is_taken(self) -> bool:
         parts = urlsplit(self.url)
@@ -245,7 +255,7 @@ class Worker:
         assert self._watchdog is not None
         try:
             os.write(self._leash, b"stopped\nstopped\n")
-        except BrokenPipeError:
+        except OSError:
             pass  # somebody killed the watchdog; nothing is left to tell it
         os.close(self._leash)
         self._leash = None

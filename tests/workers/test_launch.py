@@ -8,6 +8,7 @@ import itertools
 import json
 import os
 import re
+import resource
 import signal
 import socket
 import subprocess
@@ -457,6 +458,53 @@ async def test_what_cannot_be_executed_is_said() -> None:
     with pytest.raises(WorkerFailed, match="r1: cannot run /does/not/exist: No such file"):
         await worker.start()
     await worker.stop()
+
+
+class WorkerWithoutWatchdog(Worker):
+    """Somebody kills the watchdog, and sees it end, before it is told what to watch."""
+
+    async def _start_watchdog(self) -> None:
+        await super()._start_watchdog()
+        assert self._watchdog is not None
+        self._watchdog.kill()
+        await self._watchdog.wait()
+
+
+async def test_a_start_that_cannot_be_watched_leaves_nothing_behind(tmp_path: Path) -> None:
+    told = tmp_path / "pid"
+    script = f"echo $$ > {told}.new && mv {told}.new {told}; sleep 300"
+    worker = WorkerWithoutWatchdog(["/bin/sh", "-c", script], {}, "http://127.0.0.1:1", name="r", output=io.StringIO())
+    before = set(os.listdir("/proc/self/fd"))
+    with pytest.raises(WorkerFailed, match="cannot run /bin/sh: Broken pipe"):
+        await worker.start()
+    assert worker.exit_code == -signal.SIGKILL
+    assert worker.pid is not None
+    assert not is_running(worker.pid)
+    assert set(os.listdir("/proc/self/fd")) == before
+    await worker.stop()
+
+
+async def test_without_a_descriptor_for_its_output_the_watchdog_ends_too() -> None:
+    """Just enough are left for the watchdog."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    worker = WorkerShortOfDescriptors(["true"], {}, "http://127.0.0.1:1", name="r", output=io.StringIO())
+    try:
+        with pytest.raises(WorkerFailed, match="cannot run true: Too many open files"):
+            await worker.start()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert worker.watchdog is not None
+    assert worker.watchdog.returncode == 0
+
+
+class WorkerShortOfDescriptors(Worker):
+    watchdog: asyncio.subprocess.Process | None = None
+
+    async def _start_watchdog(self) -> None:
+        await super()._start_watchdog()
+        self.watchdog = self._watchdog
+        _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
 
 
 async def test_a_port_that_somebody_else_has_is_not_taken_for_ready() -> None:

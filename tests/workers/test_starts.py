@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import stat
@@ -261,7 +262,7 @@ def test_writers_take_turns(tmp_path: Path) -> None:
 
     def write(writer: int) -> None:
         for number in range(10):
-            add(file, start(kv_tokens=100 * writer + number))
+            add(file, start(kv_tokens=100 * writer + number), patience_seconds=60.0)
 
     threads = [threading.Thread(target=write, args=(writer,)) for writer in range(4)]
     for thread in threads:
@@ -269,6 +270,22 @@ def test_writers_take_turns(tmp_path: Path) -> None:
     for thread in threads:
         thread.join()
     assert sorted(one.kv_tokens for one in read(file)) == [100 * w + n for w in range(4) for n in range(10)]
+
+
+def test_a_lock_that_is_never_let_go_is_one_more_line(h200: StartReport, told: list[str]) -> None:
+    assert h200.file is not None
+    add(h200.file, start())
+    with h200.file.with_suffix(".lock").open("wb") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        hear(h200, H200_START.format(gib=57.39, tokens="1,383,290", x=34.58))
+    assert told[-1] == f"what it measured is not kept: {h200.file}: another process holds its lock"
+    assert read(h200.file) == [start()]
+
+
+def test_a_line_nested_without_end_is_passed_over(tmp_path: Path) -> None:
+    file = tmp_path / "starts.jsonl"
+    file.write_bytes(b'{"x":' + b"[" * 200_000 + b"\n" + msgspec.json.encode(start()) + b"\n")
+    assert read(file) == [start()]
 
 
 # -- the command
