@@ -4,12 +4,15 @@ The answer to such a request comes at once, and says nothing of what it will use
 key is kept, and the replica that works on it is asked (`GET /v1/responses/{id}`) until it is over; then what it used is
 charged like any other. A client that looks itself makes it be asked at once. Where no end can be seen (the replica
 forgot it, is gone, or says `queued` for an hour) it ends with a guess, and so does the oldest where there are too many.
+Unless the replica cannot be reached, that is not before the work could be done: an answer that tells nothing is none.
+
+Each replica has a few looks at a time of its own, and one that is too late with an answer rests as a whole: who gets
+its looks to hang holds up nobody elsewhere.
 """
 
 from __future__ import annotations
 
 import asyncio
-import heapq
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated
@@ -18,7 +21,7 @@ from urllib.parse import quote
 import msgspec
 
 from gateway.core.model import ReplicaId
-from gateway.feeds.fetch import FetchFailed, Hindered, ReplicaClient, fetch
+from gateway.feeds.fetch import FetchFailed, Hindered, ReplicaClient, TimedOut, Unreachable, fetch
 from gateway.limits import TOKENS_A_SECOND, Stay
 
 TICK_SECONDS = 0.25
@@ -30,7 +33,10 @@ FOLLOWED_SECONDS = 3_600.0
 """360,000 tokens at 100 a second: an engine that still says `queued` then has lost it (vLLM does when it fails)."""
 FAILURES = 3
 """Looks in a row that fail, from when on it counts as gone: a second apart, so a busy engine is no gone one."""
+UNKNOWN_LENGTH_SECONDS = 60.0
+"""What no answer tells the end of counts as long as its `max_output_tokens` take; so long without: 6,000 tokens."""
 AT_ONCE = 8
+"""Looks at one replica; one while it is late."""
 MAX_FOLLOWED = 1_024
 TIMEOUT_SECONDS = 2.0
 MAX_ANSWER_BYTES = 16 * 1024 * 1024
@@ -61,6 +67,30 @@ class Followed:
     since: float
     due: float
     failures: int = 0
+    is_asked: bool = False
+
+    @property
+    def least_seconds(self) -> float:
+        """So long its work may take, whatever its replica fails to say."""
+        most = self.stay.most_tokens
+        return UNKNOWN_LENGTH_SECONDS if most is None else min(most / TOKENS_A_SECOND, FOLLOWED_SECONDS)
+
+
+@dataclass(slots=True)
+class Line:
+    """The looks at one replica."""
+
+    asked: int = 0
+    late: int = 0
+    """How often in a row it was."""
+    rests_until: float = 0.0
+
+    def has_room(self, now: float) -> bool:
+        return self.asked < (1 if self.late else AT_ONCE) and now >= self.rests_until
+
+    def be_late(self, now: float) -> None:
+        self.late += 1
+        self.rests_until = now + min(TIMEOUT_SECONDS * 2.0**self.late, LONGEST_PAUSE_SECONDS)
 
 
 class Background:
@@ -71,6 +101,7 @@ class Background:
         self._clock = clock
         self._charged = charged
         self._followed: dict[Stay, Followed] = {}
+        self._lines: dict[ReplicaId, Line] = {}
 
     def __len__(self) -> int:
         return len(self._followed)
@@ -92,32 +123,70 @@ class Background:
                 one.due = 0.0
 
     async def run(self, client: ReplicaClient) -> None:
-        while True:
-            await asyncio.sleep(TICK_SECONDS)
-            if self._followed:
-                now = self._clock()
-                due = [one for one in self._followed.values() if one.due <= now]
-                first = heapq.nsmallest(AT_ONCE, due, key=lambda one: one.due)
-                await asyncio.gather(*(self._ask(client, one) for one in first))
+        async with asyncio.TaskGroup() as looks:
+            while True:
+                await asyncio.sleep(TICK_SECONDS)
+                for one, line in self._next(self._clock()):
+                    looks.create_task(self._ask(client, one, line))
 
-    async def _ask(self, client: ReplicaClient, one: Followed) -> None:
+    def _next(self, now: float) -> list[tuple[Followed, Line]]:
+        """Who is asked for now: those due for longest, as far as their replicas have room. They count as asked."""
+        chosen: list[tuple[Followed, Line]] = []
+        concerned = {one.replica for one in self._followed.values()}
+        self._lines = {replica: line for replica, line in self._lines.items() if line.asked or replica in concerned}
+        due = (one for one in self._followed.values() if one.due <= now and not one.is_asked)
+        for one in sorted(due, key=lambda one: one.due):
+            line = self._lines.setdefault(one.replica, Line())
+            if line.has_room(now):
+                line.asked += 1
+                one.is_asked = True
+                chosen.append((one, line))
+        return chosen
+
+    async def _ask(self, client: ReplicaClient, one: Followed, line: Line) -> None:
         now = self._clock()
         one.due = now + min(max(FIRST_LOOK_SECONDS, (now - one.since) / LOOKS_A_LIFE), LONGEST_PAUSE_SECONDS)
         try:
             stored = await look_up(client, one.replica, one.id)
         except Hindered:
             return
-        except FetchFailed:
-            one.failures += 1
-            one.due = min(one.due, now + FIRST_LOOK_SECONDS)
-            if one.failures >= FAILURES:
-                self._give_up(one, now)
+        except TimedOut:
+            self._late(one, line)
             return
-        one.failures = 0
+        except FetchFailed as error:
+            self._failed(one, now, gone=isinstance(error, Unreachable))
+            return
+        finally:
+            one.is_asked = False
+            line.asked -= 1
+        line.late = one.failures = 0
         if stored.status not in PENDING:
             self._end(one, stored, now)
         elif now - one.since > FOLLOWED_SECONDS:
             self._give_up(one, now)
+
+    def _late(self, one: Followed, line: Line) -> None:
+        """Its replica was. Of those asked together the first says so, and for all that would be asked next, too."""
+        now = self._clock()
+        self._failed(one, now)
+        if now < line.rests_until:
+            return
+        line.be_late(now)
+        waiting = [it for it in self._followed.values() if it.replica == one.replica and it.due <= now]
+        for other in waiting:
+            if not other.is_asked:
+                self._failed(other, now)
+
+    def _failed(self, one: Followed, now: float, *, gone: bool = False) -> None:
+        """A look told nothing."""
+        one.failures += 1
+        age = now - one.since
+        if one.failures < FAILURES:
+            one.due = min(one.due, now + FIRST_LOOK_SECONDS)
+        elif gone or age >= one.least_seconds:
+            self._give_up(one, now)
+        else:
+            one.due = min(one.due, one.since + one.least_seconds)
 
     def _end(self, one: Followed, stored: Stored, now: float) -> None:
         usage = stored.usage

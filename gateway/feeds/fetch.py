@@ -27,6 +27,14 @@ class FetchFailed(Exception):
     """The page could not be had. The message is one short line for people."""
 
 
+class Unreachable(FetchFailed):
+    """No connection: there is no server, or none that is let to be reached."""
+
+
+class TimedOut(FetchFailed):
+    """No whole answer in its time."""
+
+
 class Hindered(FetchFailed):
     """Nobody was asked: this machine had no descriptor, memory or port left. No word about the replica."""
 
@@ -155,11 +163,11 @@ async def fetch(
             await answer.ended
     except TimeoutError:
         missing = "connection" if transport is None else "whole answer"
-        raise FetchFailed(f"no {missing} in {timeout_seconds:g} s") from None
+        raise TimedOut(f"no {missing} in {timeout_seconds:g} s") from None
     except (OSError, UnicodeError) as error:  # the latter from a name that cannot be one
         if isinstance(error, OSError) and error.errno in OURS:
             raise Hindered("this machine has no socket left") from error
-        raise FetchFailed(reason_of(error)) from error
+        raise Unreachable(reason_of(error)) from error
     finally:
         if transport is not None:
             transport.abort()

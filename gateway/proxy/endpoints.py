@@ -10,6 +10,7 @@ import re
 from dataclasses import dataclass
 
 from gateway.prompt import Shape
+from gateway.proxy.response_ids import ID
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +62,7 @@ CANCEL_RESPONSE = Endpoint("/v1/responses/{id}/cancel", Shape.NONE, stateless=Fa
 NOWHERE = Endpoint("other", Shape.NONE)
 """Stands for every path that is not served: paths are the clients' text, and neither logs nor labels repeat it."""
 
-_RESPONSE = re.compile(rb"/v1/responses/([A-Za-z0-9_.~-]{1,256})(/cancel)?")
+_RESPONSE = re.compile(rb"/v1/responses/(%b)(/cancel)?" % ID.encode())
 
 
 def stored_response(method: bytes, path: bytes) -> tuple[Endpoint, str] | None:

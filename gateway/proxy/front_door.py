@@ -46,7 +46,6 @@ from gateway.proxy.errors import (
     DeadlineExceeded,
     EngineDraining,
     ErrorAnswer,
-    NotFound,
     OutOfSockets,
     Overloaded,
     TlsFailed,
@@ -61,6 +60,7 @@ from gateway.proxy.gate import Gate
 from gateway.proxy.places import Places
 from gateway.proxy.relay import Client, Relay
 from gateway.proxy.replays import Replays
+from gateway.proxy.response_ids import is_servable
 from gateway.proxy.upstream import JOIN_BELOW_BYTES, Connection, Header, Upstream
 from gateway.telemetry import RequestRecord, Telemetry
 
@@ -238,16 +238,16 @@ class FrontDoor:
             raise BadBody(str(error)) from error
 
     def _pinned(self, call: Call) -> ReplicaId | None:
-        """Who keeps the stored response that the call is about. Raises `NotFound` for what is another tenant's."""
+        """Who keeps the stored response that the call is about. Raises what the key does not allow."""
         owned, wanted = call.response_id, None
         if owned is None and call.endpoint.shape is Shape.RESPONSES:
             stored = prompt.stored(call.body)
             owned, wanted = stored.continues, stored.wanted
-            call.background, call.made = stored.background, wanted
+            call.background = stored.background
         if call.caller is not None:
-            for named in (owned, wanted):
-                if named is not None and self.router.is_foreign(named, call.caller.key.tenant):
-                    raise NotFound("There is no stored response with this id.")
+            keyed.check_ids(self.router, call.caller.key, owned, wanted)
+        if wanted is not None and is_servable(wanted):
+            call.made = wanted
         return self.router.owner(owned) if owned is not None else None
 
     async def _attempts(
@@ -331,8 +331,8 @@ class FrontDoor:
             return relay.error
         note_answer(record, relay, call)
         self._note(record, relay, outcome, usage)
-        if relay.response_id is not None and 200 <= relay.status < 300:
-            self.router.own(relay.response_id, decision.replica, flight.decision.request.tenant)
+        if call.made is not None and 200 <= relay.status < 300:
+            self.router.own(call.made, decision.replica, flight.decision.request.tenant)
         return None
 
     async def _fly(self, call: Call, flight: Flight, lines: bytes, client: Client, record: RequestRecord) -> Relay:
@@ -500,6 +500,6 @@ def note_answer(record: RequestRecord, relay: Relay, call: Call) -> None:
     record.status = relay.sent_status
     record.stream = relay.streaming
     record.response_bytes = relay.response_bytes
-    call.made = relay.response_id or call.made
+    call.made = relay.response_id() or call.made
     if relay.first_token_at is not None:
         record.ttft_seconds = relay.first_token_at - call.received_at

@@ -6,12 +6,14 @@ from typing import Protocol
 
 from gateway import forms
 from gateway.core.model import Outcome, ReplicaId, RouteRequest
+from gateway.core.router import Router
 from gateway.isolation import CannotSalt, Isolation
 from gateway.keys import Key
 from gateway.limits import BYTES_A_TOKEN, ModelNotAllowed, Stay, guessed_tokens, used_tokens
 from gateway.prompt import NotJson, Shape
 from gateway.proxy.call import Call
-from gateway.proxy.errors import SAID_BY_REPLICA, BadBody
+from gateway.proxy.errors import SAID_BY_REPLICA, BadBody, NotFound
+from gateway.proxy.response_ids import MAX_ID_CHARACTERS, is_servable
 from gateway.request_log import RequestRecord
 
 UNSALTED = (Shape.FORM, Shape.NONE)
@@ -41,6 +43,19 @@ def check_model(key: Key, request: RouteRequest, shape: Shape, headers: list[tup
     model = forms.only_model(headers, body) if shape is Shape.FORM else request.model
     if model not in key.models:
         raise ModelNotAllowed(model)
+
+
+def check_ids(router: Router, key: Key, asked: str | None, wanted: str | None) -> None:
+    """Ids of stored responses: the one that is asked for or continued, and the one that the new one is to have. Raises
+    `NotFound` for another tenant's. One that could not be asked for would be nobody's, and what it stands for could be
+    followed to no end: nobody may have it."""
+    if wanted is not None and not is_servable(wanted):
+        raise BadBody(
+            f"`request_id` must have 1 to {MAX_ID_CHARACTERS} characters, each a letter, a digit or one of `_.~-`."
+        )
+    for named in (asked, wanted):
+        if named is not None and (not is_servable(named) or router.is_foreign(named, key.tenant)):
+            raise NotFound("There is no stored response with this id.")
 
 
 def reserve(stay: Stay, request: RouteRequest, now: float) -> None:

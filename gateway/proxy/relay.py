@@ -19,6 +19,7 @@ from gateway.core.flight import Flight
 from gateway.core.model import Outcome, Usage
 from gateway.proxy.errors import DeadlineExceeded, EngineDraining, UpstreamError, error_event
 from gateway.proxy.exchange import Completion
+from gateway.proxy.response_ids import answered_id
 from gateway.proxy.upstream import Connection, Header
 
 HOP_BY_HOP = frozenset(
@@ -47,7 +48,6 @@ PROMPT_TOKENS = re.compile(rb'"(?:prompt_tokens|input_tokens)"\s*:\s*(\d{1,12})'
 CREATED_TOKENS = re.compile(rb'"cache_creation_input_tokens"\s*:\s*(\d{1,12})')
 CACHED_TOKENS = re.compile(rb'"(?:cached_tokens|cache_read_input_tokens)"\s*:\s*(\d{1,12})')
 COMPLETION_TOKENS = re.compile(rb'"(?:completion_tokens|output_tokens)"\s*:\s*(\d{1,12})')
-RESPONSE_ID = re.compile(rb'"id"\s*:\s*"(resp_[A-Za-z0-9_.~-]{1,250})"')
 ERROR_EVENT = re.compile(rb'(?:^|\n)data: ?\{"(?:error"|type": ?"error")')
 ERROR_CODE = re.compile(rb'"code"\s*:\s*"?(\d{3})\b')
 ERROR_OF_CLIENT = re.compile(
@@ -121,7 +121,6 @@ class Relay:
         "finished",
         "first_token_at",
         "response_bytes",
-        "response_id",
         "status",
     )
 
@@ -160,7 +159,6 @@ class Relay:
         self.error: UpstreamError | None = None
         self.first_token_at: float | None = None
         self.response_bytes = 0
-        self.response_id: str | None = None
 
     # -- Sink
 
@@ -252,6 +250,10 @@ class Relay:
                 return Outcome.EMPTY
         return Outcome.COMPLETED
 
+    def response_id(self) -> str | None:
+        """Of the stored response that it is, as far as its beginning tells."""
+        return answered_id(self._head, streaming=self._streaming) if self._wants_id else None
+
     def usage(self) -> Usage | None:
         """Token counts from the end of the answer, or from its beginning (Anthropic's `message_start`, or what vLLM
         puts behind the usage: ids of tokens, messages)."""
@@ -294,12 +296,9 @@ class Relay:
         return len(self._head) < TAIL_BYTES and DONE in self._tail() and CHOICE.search(self._head) is None
 
     def _look_for_start(self, data: bytes) -> None:
-        """Until the first token: keep the beginning, find the id, and tell the flight when the prefill is done."""
+        """Until the first token: keep the beginning, and tell the flight when the prefill is done."""
         if len(self._head) < TAIL_BYTES:
             self._head += data[: TAIL_BYTES - len(self._head)]
-        if self._wants_id and self.response_id is None:
-            found = RESPONSE_ID.search(self._head)
-            self.response_id = found[1].decode() if found else None
         if self._streaming and FIRST_TOKEN.search(self._last):
             self.first_token_at = self._clock()
             self._first_token(self._flight, self.first_token_at)

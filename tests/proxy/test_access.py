@@ -814,6 +814,33 @@ async def test_nobody_takes_the_id_of_anothers_response(guarded: Guarded, name: 
         assert len(replica.exchanges) == 3
 
 
+@pytest.mark.parametrize("id", ["resp_plain", "of-my-own", "x" * 256])
+async def test_an_id_of_ones_own_is_ones_own(guarded: Guarded, id: str) -> None:
+    async def script(exchange: Exchange) -> None:
+        await exchange.answer(b'{"metadata":{"id":"resp_no"},"id":"%b","output":[]}' % id.encode())
+
+    async with ScriptedReplica(script).running() as replica, guarded(replica) as gateway:
+        body = {"model": "m", "input": "x"}
+        made = await gateway.client.post("/v1/responses", json={**body, "request_id": id})
+        assert made.status_code == 200
+        for named in ({"request_id": id}, {"previous_response_id": id}):
+            answer = await gateway.client.post("/v1/responses", json=body | named, headers=as_bob())
+            assert answer.status_code == 404
+        assert (await gateway.client.get(f"/v1/responses/{id}", headers=as_bob())).status_code == 404
+        assert len(replica.exchanges) == 1
+        assert (await gateway.client.get(f"/v1/responses/{id}")).status_code == 200
+
+
+@pytest.mark.parametrize("id", ["resp_\u00e9", 'resp_a"b', "resp_" + "L" * 300, "resp a", "resp/a", "", ".."])
+async def test_no_response_has_an_id_that_would_be_nobodys(guarded: Guarded, id: str) -> None:
+    async with ScriptedReplica().running() as replica, guarded(replica) as gateway:
+        body = {"model": "m", "input": "x"}
+        assert (await gateway.client.post("/v1/responses", json={**body, "request_id": id})).status_code == 400
+        follow = {**body, "previous_response_id": id}
+        assert (await gateway.client.post("/v1/responses", json=follow, headers=as_bob())).status_code == 404
+        assert not replica.exchanges
+
+
 async def test_the_dry_run_answers_for_the_key_that_asks(guarded: Guarded) -> None:
     body = {"model": "m", "messages": [{"role": "user", "content": "x" * 9_000}]}
 

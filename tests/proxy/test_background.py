@@ -53,7 +53,8 @@ class Engine:
     async def _create(self, exchange: Exchange) -> None:
         asked = json.loads(exchange.body)
         id = asked.get("request_id") or f"resp_{exchange.number}"
-        self.responses[id] = {"id": id, "object": "response", "status": "queued", "output": [], "usage": None}
+        told = {"id": id, "object": "response", "status": "queued", "output": [], "usage": None}
+        self.responses[id] = {"metadata": asked.get("metadata")} | told  # the client's before the engine's
         if not asked.get("stream"):
             await exchange.answer(json.dumps(self.responses[id]).encode())
             return
@@ -185,16 +186,41 @@ async def test_a_stream_that_its_client_leaves_goes_on_counting(
         assert engine.looks > 0 or not leaves
 
 
-@pytest.mark.parametrize("fields", [{"request_id": "of-my-own"}, {"request_id": "a/b?c"}, {"user": "u" * 40_000}])
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"request_id": "of-my-own"},
+        {"request_id": "~" * 256},
+        {"user": "u" * 40_000},
+        {"metadata": {"id": "resp_done"}},
+        {"request_id": "of-my-own", "metadata": {"id": "resp_done"}},
+    ],
+)
 async def test_no_name_and_no_padding_hides_it(
-    tmp_path: Path, mode: str, engine: Engine, fields: dict[str, str]
+    tmp_path: Path, mode: str, engine: Engine, fields: dict[str, Any]
 ) -> None:
     async with limited(tmp_path, mode, engine, concurrent_requests=1) as gateway:
+        engine.responses["resp_done"] = {"id": "resp_done", "status": "completed", "usage": None}
         assert (await ask(gateway, **fields)).status_code == 200
-        await asyncio.sleep(0.1)
+        await eventually(lambda: engine.looks > 0, 30)
         assert await refused(gateway)
         engine.end_all(usage=(1, 1))
         await until_let_in(gateway)
+
+
+@pytest.mark.parametrize(
+    "id", ["", ".", "..", "a/b", "a?b", "a b", "a%62", 'a"b', "a\r\nb", "resp_\u00e9", "i" * 257, "i" * 3_000_000]
+)
+async def test_an_id_that_could_not_be_followed_is_nobodys(tmp_path: Path, mode: str, engine: Engine, id: str) -> None:
+    async with limited(tmp_path, mode, engine, concurrent_requests=1) as gateway:
+        for background in (True, False):
+            answer = await ask(gateway, request_id=id, background=background)
+            assert answer.status_code == 400
+            assert "request_id" in answer.json()["error"]["message"]
+            assert len(answer.content) < 1_000
+        assert (await ask(gateway, previous_response_id=id)).status_code == 404
+        assert not engine.responses
+        assert not await refused(gateway)
 
 
 async def test_a_request_that_is_refused_is_not_followed(tmp_path: Path, mode: str) -> None:
@@ -292,9 +318,74 @@ async def test_what_its_replica_does_not_know_ends_with_a_guess(engine: Engine) 
     async with ScriptedReplica(engine).running() as replica:
         following = Following(replica)
         caller = following.begin("resp_1")
-        await following.run_until(lambda: not caller.running, seconds_a_look=0.05)
-        assert engine.looks == background.FAILURES
+        await following.run_until(lambda: not caller.running, seconds_a_look=0.5)
+        assert engine.looks > background.FAILURES
+        assert following.clock.now - 1_000 >= background.UNKNOWN_LENGTH_SECONDS
         assert following.charged == []
+
+
+@pytest.mark.parametrize(("most", "least"), [(50, 0.5), (30_000, 300.0), (10**9, background.FOLLOWED_SECONDS)])
+@pytest.mark.parametrize("answer", ["404", "500", "large"])
+async def test_an_answer_that_tells_nothing_frees_no_place_before_the_work_could_be_done(
+    monkeypatch: pytest.MonkeyPatch, answer: str, most: int, least: float
+) -> None:
+    """What a client had kept may be more than is read of it, and its id one that its engine cannot look up."""
+    monkeypatch.setattr(background, "MAX_ANSWER_BYTES", 1_000)
+    looks = 0
+
+    async def script(exchange: Exchange) -> None:
+        nonlocal looks
+        looks += 1
+        if answer == "large":
+            await exchange.answer(b'{"status":"in_progress","instructions":"%b"}' % (b"x" * 2_000))
+        else:
+            await exchange.answer(b"{}", status=f"{answer} Not So")
+
+    async with ScriptedReplica(script).running() as replica:
+        following = Following(replica)
+        caller = following.begin("resp_1", most=most)
+        await following.run_until(lambda: not caller.running, seconds_a_look=max(0.1, least / 100))
+        assert following.clock.now - 1_000 >= least
+        assert background.FAILURES <= looks < 200
+
+
+async def test_a_replica_that_hangs_holds_up_nobody_elsewhere(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    hung = 0
+
+    async def hang(exchange: Exchange) -> None:
+        nonlocal hung
+        hung += 1
+        await exchange.wait_closed(60)
+
+    monkeypatch.setattr(background, "TIMEOUT_SECONDS", 60.0)
+    async with ScriptedReplica(hang).running() as bad, ScriptedReplica(engine).running() as good:
+        following = Following(bad)
+        hanging = [following.begin(f"resp_{number}") for number in range(100)]
+        following.replica = ReplicaId(good.url)
+        for number in range(30):
+            engine.responses[f"resp_{number}"] = {"id": f"resp_{number}"}
+            engine.end(f"resp_{number}", usage=(1, 1))
+        others = [following.begin(f"resp_{number}") for number in range(30)]
+        await following.run_until(lambda: not any(one.running for one in others), seconds_a_look=0.1)
+        assert hung == background.AT_ONCE
+        assert all(one.running for one in hanging)
+
+
+async def test_a_replica_that_is_late_rests_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[float] = []
+
+    async def hang(exchange: Exchange) -> None:
+        asked.append(following.clock.now)
+        await exchange.wait_closed(60)
+
+    monkeypatch.setattr(background, "TIMEOUT_SECONDS", 0.1)
+    async with ScriptedReplica(hang).running() as replica:
+        following = Following(replica)
+        callers = [following.begin(f"resp_{number}") for number in range(100)]
+        await following.run_until(lambda: not any(one.running for one in callers), seconds_a_look=0.5)
+        later = asked[background.AT_ONCE :]
+        assert 1 <= len(later) < 40, "one at a time, and less and less often"
+        assert following.clock.now - 1_000 < 3 * background.UNKNOWN_LENGTH_SECONDS
 
 
 async def test_a_replica_that_is_gone_ends_it_and_one_that_stumbles_does_not(engine: Engine) -> None:

@@ -199,9 +199,46 @@ def test_an_event_cut_in_half_gets_no_event_of_ours() -> None:
 
 def test_the_id_of_a_stored_response_in_pieces() -> None:
     relay, _, _ = relayed(b'{"object":"response","id":"re', b'sp_ab-12","x":1}', headers=JSON, wants_id=True)
-    assert relay.response_id == "resp_ab-12"
+    assert relay.response_id() == "resp_ab-12"
     relay, _, _ = relayed(b'{"output":[{"id":"msg_1"}]}', headers=JSON, wants_id=True)
-    assert relay.response_id is None
+    assert relay.response_id() is None
+
+
+@pytest.mark.parametrize(
+    ("answer", "id"),
+    [
+        (b'{"metadata":{"id":"resp_no"},"id":"resp_1"}', "resp_1"),
+        (b'{"metadata":{"response":{"id":"resp_no"}},"tools":[{"id":"resp_no"}],"id" : "of-my-own"}', "of-my-own"),
+        (b'{"instructions":"\\"id\\":\\"resp_no\\"","user":"}\\\\","id":"resp_1"}', "resp_1"),
+        (b'{"user":"id","x":["id","resp_no",{"id":"resp_no"}],"y":"id","id":"resp_1"}', "resp_1"),
+        (b'{"metadata":{"id":"resp_no"}}', None),
+        (b'{"response":{"id":"resp_no"}}', None),
+        (b'{"id":7,"x":"resp_no"}', None),
+        (b'{"id":"a/b","metadata":{"id":"resp_no"}}', None),
+        (b'{"id":"resp_no', None),
+        (b'["id","resp_no"]', None),
+        (b'{"user":"' + b'\\"' * 9_000, None),
+        (b"[" * 9_000 + b"]}" * 9_000 + b'"id":"resp_no"', None),
+    ],
+)
+def test_the_id_is_the_responses_own(answer: bytes, id: str | None) -> None:
+    """Clients choose metadata and tools, and have them repeated."""
+    relay, _, _ = relayed(answer, headers=JSON, wants_id=True)
+    assert relay.response_id() == id
+
+
+@pytest.mark.parametrize(
+    ("event", "id"),
+    [
+        (b'{"type":"response.created","response":{"metadata":{"id":"resp_no"},"id":"resp_1"}}', "resp_1"),
+        (b'{"response":{"id":"resp_1","tools":[]},"sequence_number":0}', "resp_1"),
+        (b'{"item":{"id":"resp_no"},"response":[{"id":"resp_no"}],"id":"resp_no"}', None),
+        (b'{"x":{"response":{"id":"resp_no"}}}', None),
+    ],
+)
+def test_the_id_in_a_stream_is_the_responses_own(event: bytes, id: str | None) -> None:
+    relay, _, _ = relayed(b"event: response.created\ndata: " + event + b"\n\n", wants_id=True)
+    assert relay.response_id() == id
 
 
 @pytest.mark.parametrize("size", [1, 7, 64])
