@@ -57,9 +57,8 @@ PREAMBLE = """\
 
 Written by `make chaos` (`python -m tests.chaos.report`): do not edit. The reference rig is one gateway process, three
 scripted replicas and an open-loop load of 200 requests/s, half of them streams of 60 tokens at 20 ms, on one machine
-(two cores, shared by load, gateway and replicas), unless a row says otherwise. Of a test that ran several times the last
-run counts, so rows may be of different days. Rows marked (short) come from the short
-form (`CHAOS_SHORT=1`).
+(two cores, shared by load, gateway and replicas), unless a row says otherwise. Of several runs of a test the last
+counts, so rows may be of different days. Rows marked (short) come from the short form (`CHAOS_SHORT=1`).
 
 | # | test | measured | target | |
 |---|---|---|---|---|
