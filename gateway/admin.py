@@ -109,6 +109,16 @@ def build_admin_api(
         """All replicas, what the loss of each would cost, and who is registered but stays out."""
         return JSONResponse(view.show_with_worth(clock()))
 
+    add_registrations(api, registry, view, bodies)
+    add_drains(api, discovery, view, clock)
+    if workers is not None:
+        add_workers(api, workers, bodies)
+    return guarded(api, key)
+
+
+def add_registrations(api: FastAPI, registry: Registry, view: FleetView, bodies: BodyBudget) -> None:
+    """Paths for replicas that come and go by themselves."""
+
     @api.post("/warmlane/replicas")
     async def register(request: Request) -> Response:
         """Register a replica, or renew its registration."""
@@ -134,6 +144,10 @@ def build_admin_api(
             return response_of(refused(404, "not_registered", f"Not registered: {replica}"))
         return Response(status_code=204)
 
+
+def add_drains(api: FastAPI, discovery: Discovery, view: FleetView, clock: Callable[[], float]) -> None:
+    """Paths that decide which replicas get new requests."""
+
     @api.post("/warmlane/replicas/{replica:path}/drain")
     async def drain(replica: str) -> Response:
         """No new requests for this replica. Those that run there finish."""
@@ -150,10 +164,6 @@ def build_admin_api(
             return response_of(refused(404, "no_such_replica", unknown(replica, view, clock())))
         log.info("%s %s", url, "is drained: no new requests" if draining else "is not drained any more")
         return JSONResponse(view.show_replica(url, clock()))
-
-    if workers is not None:
-        add_workers(api, workers, bodies)
-    return guarded(api, key)
 
 
 def add_workers(api: FastAPI, workers: Supervisor, bodies: BodyBudget) -> None:

@@ -460,28 +460,8 @@ async def serve_until(
         log.warning("listening on %s without keys: whoever reaches it may use the replicas", config.server.host)
     sock, admin_sock = listen_all(config)
     admin = AdminListener(admin_sock, config.admin.host, certificate) if admin_sock is not None else None
-    http: Any = functools.partial(ControlConnection, config.server, gateway.door.places)
-    if config.server.http == "fast":
-        http = functools.partial(http_client.ClientConnection, gateway.door)
     server = Server(
-        uvicorn.Config(
-            quiet_when_stopped(
-                for_browsers(guarded(build_api(gateway, admin), gateway.door, gateway.viewers.is_admin))
-            ),
-            http=http,
-            ws="none",
-            lifespan="off",
-            access_log=False,
-            log_config=None,  # what it has to say goes the way of everything else
-            log_level="error",  # below that it prints a line for each client that does not speak HTTP
-            backlog=BACKLOG,
-            timeout_keep_alive=math.ceil(config.server.keep_alive_seconds),
-            # The grace is kept by `Server`, which can tell what it cuts; this is for the case that uvicorn hangs.
-            timeout_graceful_shutdown=math.ceil(config.server.drain_seconds) + BACKSTOP_SECONDS,
-            server_header=False,
-            date_header=False,
-            ssl_context_factory=None if certificate is None else certificate.for_server,
-        ),
+        http_settings(gateway, admin, certificate),
         gateway,
         lambda: on_ready(base_url(sock, "http" if certificate is None else "https")) if on_ready else None,
         signals,
@@ -499,14 +479,44 @@ async def serve_until(
         gateway.door.stopping = True
         if gateway.door.gate.close():
             await asyncio.sleep(TOLD_SECONDS)
-        for connection in list(server.server_state.connections):  # what its grace did not suffice for
-            if isinstance(connection, http_client.ClientConnection):
-                connection.cut()
-        tasks = list(server.server_state.tasks)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)  # each writes its record
+        await end_what_is_left(server)
     return 0 if server.started else 1
+
+
+def http_settings(gateway: Gateway, admin: AdminListener | None, certificate: Certificate | None) -> uvicorn.Config:
+    """How uvicorn serves: which connections, which application, and as little of its own as can be."""
+    limits = gateway.config.server
+    http: Any = functools.partial(ControlConnection, limits, gateway.door.places)
+    if limits.http == "fast":
+        http = functools.partial(http_client.ClientConnection, gateway.door)
+    api = guarded(build_api(gateway, admin), gateway.door, gateway.viewers.is_admin)
+    return uvicorn.Config(
+        quiet_when_stopped(for_browsers(api)),
+        http=http,
+        ws="none",
+        lifespan="off",
+        access_log=False,
+        log_config=None,  # what it has to say goes the way of everything else
+        log_level="error",  # below that it prints a line for each client that does not speak HTTP
+        backlog=BACKLOG,
+        timeout_keep_alive=math.ceil(limits.keep_alive_seconds),
+        # The grace is kept by `Server`, which can tell what it cuts; this is for the case that uvicorn hangs.
+        timeout_graceful_shutdown=math.ceil(limits.drain_seconds) + BACKSTOP_SECONDS,
+        server_header=False,
+        date_header=False,
+        ssl_context_factory=None if certificate is None else certificate.for_server,
+    )
+
+
+async def end_what_is_left(server: uvicorn.Server) -> None:
+    """What its grace did not suffice for. Each request writes its record."""
+    for connection in list(server.server_state.connections):
+        if isinstance(connection, http_client.ClientConnection):
+            connection.cut()
+    tasks = list(server.server_state.tasks)
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def own_certificate(config: Config) -> Certificate | None:

@@ -2,8 +2,8 @@
 
 The gateway listens at once; each replica gets requests when it is ready, is started again when it ends, and is given up
 when it does not start (`workers.supervisor`). When all were given up, and there are no others, this ends. The first
-signal drains the gateway and then ends the replicas, a second one ends everything at once. Nothing outlives this
-process (`workers.worker` sees to that even if it is killed).
+signal drains the gateway and then ends the replicas, a second one ends everything at once. Nothing of a replica's
+process group outlives this process (`workers.worker` sees to that even if it is killed).
 """
 
 from __future__ import annotations

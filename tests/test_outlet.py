@@ -123,7 +123,6 @@ def wait_for(found: Callable[[], object]) -> None:
         time.sleep(0.02)
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
 def test_up_serves_and_stops_while_nobody_reads_its_output(unread: subprocess.Popen[bytes]) -> None:
     assert unread.stdout is not None
     output = b""

@@ -10,8 +10,8 @@ An ejected replica waits out a back-off: 1 s, then 8 s, then a minute, spread by
 replicas do not come back in step. After that a good probe brings it back, or, where good probes are missing or prove
 nothing, one trial request. Failed probes do not lengthen the wait, nor does a trial that finds nobody there, for they
 cost nobody anything: a server that was away for an hour is back with its first good probe. Flights that fail there do.
-The growth is forgotten after a calm minute, so
-a replica that fails half its requests, or flaps, soon gets next to none.
+The growth is forgotten after a calm minute, so a replica that fails half its requests, or flaps, soon gets next to
+none.
 """
 
 from __future__ import annotations
