@@ -225,6 +225,7 @@ def test_systemd_accepts_the_units_and_finds_them_closed(installed, unit, exposu
 
 def test_systemd_accepts_the_unit_that_resumes(tmp_path):
     host = Host(tmp_path / "with a space")
+    host.prefix = tmp_path / "opt"  # which may have none
     assert host.install("--part", "2", "--resume-at-boot").returncode == 3
     ended = run(
         ["systemd-analyze", "verify", "--man=no", str(host.root / "etc/systemd/system/warmlane-install.service")]
