@@ -42,12 +42,12 @@ from gateway.feeds.background import Background
 from gateway.feeds.discovery import Discovery
 from gateway.feeds.engines import Engines, Said
 from gateway.feeds.fetch import ReplicaClient
-from gateway.feeds.peer_entries import RefusedFor
 from gateway.feeds.peers import Peers
 from gateway.feeds.probes import Probes, list_models
 from gateway.feeds.registry import Registry
 from gateway.feeds.replicas import Replicas
 from gateway.feeds.scrape import Scrape
+from gateway.feeds.sealing import RefusedFor
 from gateway.feeds.token_counts import TokenCounts
 from gateway.isolation import CannotSalt
 from gateway.keys import Denied

@@ -1,40 +1,24 @@
-"""Facts for other gateways as one sealed entry of a stream, and back.
-
-    b"WL1" | sender, 8 bytes | number, 8 bytes | sealed facts | mark, 16 bytes
-
-Facts are msgpack, xored with a SHAKE-256 key stream that the secret, the sender and the number make: whoever reads
-Redis learns no block hash, tenant or id. The mark is a keyed BLAKE2b of all before it, and numbers of one sender only
-grow, so whoever writes to Redis can neither make an entry, nor change one, nor bring an old one again. Where there is
-no secret both are made with an empty one, and protect against accidents only.
+"""Facts for other gateways as one sealed entry of a stream, and back: msgpack within a seal (`sealing.py`).
 
 Whatever is wrong with an entry, it is refused as a whole: nothing of it is observed.
 """
 
 from __future__ import annotations
 
-import hashlib
-import hmac
 import sys
 from array import array
-from collections import OrderedDict
 from collections.abc import Sequence
-from enum import Enum
 from typing import Annotated
 
 import msgspec
 from msgspec import Meta
 
 from gateway.core.model import BlockHash, PeerFact, PeerReported, PeerSent, PeerStored, ReplicaId
+from gateway.feeds.sealing import Opener, Refused, RefusedFor, Seal, Sealer, sender_of
 
-MAGIC = b"WL1"
-SENDER_BYTES = 8
-NUMBER_BYTES = 8
-MARK_BYTES = 16
-HEAD_BYTES = len(MAGIC) + SENDER_BYTES + NUMBER_BYTES
+PURPOSE = "view"
 MAX_ENTRY_BYTES = 1024 * 1024
 """A gateway makes entries of some 64 KiB and no more than 130; a larger one is not ours."""
-MAX_SENDERS = 256
-"""Gateways whose last numbers are remembered; each start of one is another. Those silent for longest are forgotten."""
 
 Place = Annotated[int, Meta(ge=0, lt=4_096)]
 """Of a replica in the entry's list."""
@@ -53,89 +37,41 @@ class Facts(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
     stored: list[tuple[Place, Id, Tenant]]
 
 
-class RefusedFor(Enum):
-    """Why an entry is refused; a metric label."""
-
-    MALFORMED = "malformed"
-    FORGED = "forged"
-    """Its mark is not made with our secret."""
-    REPEATED = "repeated"
-    """Its number is not above its sender's last."""
-
-
-class Refused(Exception):
-    def __init__(self, reason: RefusedFor) -> None:
-        super().__init__(reason.value)
-        self.reason = reason
-
-
-class Seal:
-    """What the secret makes: the key stream, and marks."""
-
-    def __init__(self, secret: bytes) -> None:
-        self._stream_key = hashlib.blake2b(secret, person=b"warmlane stream").digest()
-        self._mark_key = hashlib.blake2b(secret, person=b"warmlane mark").digest()
-
-    def crypt(self, data: bytes, head: bytes) -> bytes:
-        """Sealed, or opened again."""
-        stream = hashlib.shake_256(self._stream_key + head).digest(len(data))
-        return (int.from_bytes(data, "big") ^ int.from_bytes(stream, "big")).to_bytes(len(data), "big")
-
-    def mark(self, data: bytes) -> bytes:
-        return hashlib.blake2b(data, key=self._mark_key, digest_size=MARK_BYTES).digest()
-
-
 class Sender:
     """Makes the entries of one gateway."""
 
-    def __init__(self, seal: Seal, name: bytes) -> None:
-        """`name`: 8 bytes that no other start of any gateway has."""
-        assert len(name) == SENDER_BYTES
-        self.name = name
-        self._seal = seal
-        self._number = 0
+    def __init__(self, secret: bytes, fleet: str) -> None:
+        self._sealer = Sealer(Seal(secret, PURPOSE, fleet))
         self._encode = msgspec.msgpack.Encoder().encode
 
+    @property
+    def name(self) -> bytes:
+        """Of this start of this gateway; no other has it."""
+        return self._sealer.name
+
     def entry(self, facts: Sequence[PeerFact]) -> bytes:
-        self._number += 1
-        head = MAGIC + self.name + self._number.to_bytes(NUMBER_BYTES, "big")
-        sealed = head + self._seal.crypt(self._encode(wire_of(facts)), head)
-        return sealed + self._seal.mark(sealed)
+        return self._sealer.seal(self._encode(wire_of(facts)))
 
 
 class Receiver:
     """Reads the entries of all others."""
 
-    def __init__(self, seal: Seal, own_name: bytes) -> None:
-        self._seal = seal
+    def __init__(self, secret: bytes, fleet: str, own_name: bytes) -> None:
+        self._opener = Opener(Seal(secret, PURPOSE, fleet), MAX_ENTRY_BYTES)
         self._own_name = own_name
-        self._last: OrderedDict[bytes, int] = OrderedDict()
-        """Number of each sender's last entry."""
         self._decode = msgspec.msgpack.Decoder(Facts).decode
 
     def facts(self, entry: bytes) -> list[PeerFact]:
         """Of an entry; none of our own. Raises `Refused`."""
-        if not HEAD_BYTES + MARK_BYTES < len(entry) <= MAX_ENTRY_BYTES or not entry.startswith(MAGIC):
+        sender = sender_of(entry)
+        if sender is None:
             raise Refused(RefusedFor.MALFORMED)
-        head = entry[:HEAD_BYTES]
-        sender = head[len(MAGIC) : len(MAGIC) + SENDER_BYTES]
         if sender == self._own_name:
             return []
-        if not hmac.compare_digest(self._seal.mark(entry[:-MARK_BYTES]), entry[-MARK_BYTES:]):
-            raise Refused(RefusedFor.FORGED)
-        number = int.from_bytes(head[-NUMBER_BYTES:], "big")
-        if number <= self._last.get(sender, 0):
-            raise Refused(RefusedFor.REPEATED)
         try:
-            wire = self._decode(self._seal.crypt(entry[HEAD_BYTES:-MARK_BYTES], head))
-            facts = facts_of(wire, sender.hex())
+            return facts_of(self._decode(self._opener.open(entry)), sender.hex())
         except (msgspec.DecodeError, IndexError, ValueError, UnicodeDecodeError) as error:
             raise Refused(RefusedFor.MALFORMED) from error
-        self._last[sender] = number
-        self._last.move_to_end(sender)
-        if len(self._last) > MAX_SENDERS:
-            self._last.popitem(last=False)
-        return facts
 
 
 def wire_of(facts: Sequence[PeerFact]) -> Facts:

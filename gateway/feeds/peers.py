@@ -17,7 +17,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import secrets
 from collections import deque
 from collections.abc import Callable
 from typing import Any
@@ -30,7 +29,8 @@ from redis.backoff import NoBackoff
 from gateway.core.model import HealthState, PeerFact, PeerReported
 from gateway.core.router import Router
 from gateway.core.sharing import REPORT_SECONDS, Journal
-from gateway.feeds.peer_entries import SENDER_BYTES, Receiver, Refused, RefusedFor, Seal, Sender
+from gateway.feeds.peer_entries import Receiver, Sender
+from gateway.feeds.sealing import Refused, RefusedFor
 from gateway.series import PeerSeries
 
 log = logging.getLogger(__name__)
@@ -113,10 +113,9 @@ class Peers:
         self._on_heard = on_heard
         self._series = series
         self._clock = clock
-        own = secrets.token_bytes(SENDER_BYTES)
-        self._name = own.hex()
-        self._sender = Sender(Seal(secret), own)
-        self._receiver = Receiver(Seal(secret), own)
+        self._sender = Sender(secret, name)
+        self._name = self._sender.name.hex()
+        self._receiver = Receiver(secret, name, self._sender.name)
         self._key = f"{name}:view:1".encode()
         self._marks = StreamMarks(max_bytes)
         self._position = START

@@ -14,8 +14,9 @@ from redis.asyncio import Redis
 from gateway.core.model import BlockHash, ProbeAnswered, ReplicaAdded, ReplicaId, RouteRequest
 from gateway.core.router import Router
 from gateway.core.settings import RoutingSettings
-from gateway.feeds.peer_entries import RefusedFor, Seal, Sender
+from gateway.feeds.peer_entries import Sender
 from gateway.feeds.peers import FIELD, Peers, StreamMarks
+from gateway.feeds.sealing import RefusedFor
 from gateway.series import PeerSeries
 from tests.redis_server import RedisServer, redis_server
 
@@ -139,7 +140,7 @@ async def test_an_entry_with_another_secret_or_an_old_number_is_refused(server: 
         await until(lambda: one.series.refused["forged",] > 0, "it is refused")
         assert one.cached_tokens(3, replica) == 0.0
         assert not one.series.heard
-        sender = Sender(Seal(SECRET), b"a sender")
+        sender = Sender(SECRET, "warmlane")
         entry = sender.entry([])
         async with Redis.from_url(server.url) as redis:
             await redis.xadd(KEY, {FIELD: entry})
