@@ -1,8 +1,8 @@
 """What gateways in front of the same replicas tell each other, as facts that each of them observes.
 
 A gateway writes down in a `Journal` what it has sent where and which responses it has seen stored; whoever carries the
-journal to the others (a feed, a simulator) hands them the same facts. What it has booked at each replica goes with
-them, as a report that replaces the one before: so a report that is lost is made good by the next.
+journal to the others (a feed, a simulator) asks its `Outbox` and hands them the same facts. What it has booked at each
+replica goes with them, as a report that replaces the one before: so a report that is lost is made good by the next.
 
 What may be wrong: all of it is late, by a fraction of a second as a rule, and some is lost. A block that is not known
 to be held costs a prefill; a load that is not known costs a detour; a report that is old is not believed. What another
@@ -12,16 +12,25 @@ gateway thinks of a replica's health is a hint and no verdict: it leaves one fai
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable, Iterable
 
-from gateway.core.model import PeerReported, PeerSent, PeerStored
+from gateway.core.model import PeerFact, PeerReported, PeerSent, PeerStored
 
 MAX_JOURNAL_BLOCKS = 262_144
 """Prefix blocks in what is not fetched yet: some 30 M tokens, what a busy gateway sends in ten seconds. The blocks lie
 in the index as well, so they take no memory of their own."""
 MAX_JOURNAL_STORED = 10_000
+ROUND_SECONDS = 0.05
+"""Between two rounds of telling and hearing: what one gateway does, the others know within 100 ms."""
+BUNDLE_BLOCKS = 8_192
+"""Prefix blocks that are told together, 64 KiB, and those of one prompt more."""
+ROUND_BUNDLES = 8
+"""Of one round: ten times what a thousand requests a second with 8,000 tokens need."""
 REPORT_SECONDS = 3.0
-"""A report is believed for so long. Reports come ten times a second from a gateway that works, once a second from one
-that idles."""
+"""A report is believed for so long. Reports come with each round from a gateway that works, once a second from one that
+idles."""
+IDLE_REPORT_SECONDS = 1.0
+"""A report that says the same as the one before is sent so often."""
 
 
 class Journal:
@@ -55,9 +64,59 @@ class Journal:
             facts.append(fact)
         return facts
 
+    def put_back(self, facts: Iterable[PeerFact]) -> None:
+        """What was fetched and has not arrived, for the next time; of too much the oldest goes. What is booked is told
+        anew in any case."""
+        sent = [fact for fact in facts if isinstance(fact, PeerSent)]
+        stored = [fact for fact in facts if isinstance(fact, PeerStored)]
+        for fact in reversed(sent):
+            if self._blocks + len(fact.blocks) > MAX_JOURNAL_BLOCKS:
+                break
+            self._sent.appendleft(fact)
+            self._blocks += len(fact.blocks)
+        self._stored = deque([*stored, *self._stored], maxlen=MAX_JOURNAL_STORED)
+
     @property
     def is_empty(self) -> bool:
         return not self._sent and not self._stored
+
+
+class Outbox:
+    """What one gateway has to tell, round by round, in bundles that arrive or are lost as a whole."""
+
+    def __init__(self, journal: Journal, report: Callable[[float], list[PeerReported]]) -> None:
+        """`report` says what is booked at a time (`Router.report_to_peers`)."""
+        self._journal = journal
+        self._report = report
+        self._reported: list[PeerReported] = []
+        self._report_due = float("-inf")
+
+    def bundles(self, now: float) -> list[list[PeerFact]]:
+        """Of one round; none where there is nothing new."""
+        facts: list[PeerFact] = list(self._reports(now))
+        bundles: list[list[PeerFact]] = []
+        while (facts or not self._journal.is_empty) and len(bundles) < ROUND_BUNDLES:
+            bundles.append([*facts, *self._journal.fetch(BUNDLE_BLOCKS)])
+            facts = []
+        return bundles
+
+    def put_back(self, bundles: Iterable[list[PeerFact]]) -> None:
+        """They have not arrived, as far as is known. What is told twice does no harm."""
+        self._journal.put_back([fact for bundle in bundles for fact in bundle])
+        self._report_due = float("-inf")
+
+    def _reports(self, now: float) -> list[PeerReported]:
+        """What is booked, if that has changed or was not said for a while."""
+        reports = self._report(now)
+        if reports == self._reported and now < self._report_due:
+            return []
+        self._reported, self._report_due = reports, now + IDLE_REPORT_SECONDS
+        return reports
+
+
+def credible(facts: Iterable[PeerFact], age_seconds: float) -> list[PeerFact]:
+    """Those that are still worth hearing when they are so old."""
+    return [fact for fact in facts if age_seconds <= REPORT_SECONDS or not isinstance(fact, PeerReported)]
 
 
 class Report:

@@ -5,7 +5,8 @@ The facts go into its own router, which stays the one place where anything is de
 waits for Redis, or asks it anything.
 
 **Redis is a convenience.** Every round has a time limit; one that fails is tried again after half a second, a second,
-and then every two. Until it is back each gateway decides by what it knows, and keeps a bounded journal.
+and then every two. Until it is back each gateway decides by what it knows, and keeps a bounded journal. What a failed
+round had taken out goes back there.
 
 **The stream is bounded, and is the snapshot.** It is cut at the configured size by whoever adds to it. A gateway that
 starts reads all of it, so it knows what was sent where before its first decision: as old as it is, since the oldest
@@ -19,6 +20,7 @@ import contextlib
 import logging
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -28,27 +30,19 @@ from redis.backoff import NoBackoff
 
 from gateway.core.model import HealthState, PeerFact, PeerReported
 from gateway.core.router import Router
-from gateway.core.sharing import REPORT_SECONDS, Journal
+from gateway.core.sharing import REPORT_SECONDS, ROUND_SECONDS, Journal, Outbox, credible
 from gateway.feeds.peer_entries import Receiver, Sender
 from gateway.feeds.sealing import Refused, RefusedFor
 from gateway.series import PeerSeries
 
 log = logging.getLogger(__name__)
 
-ROUND_SECONDS = 0.05
-"""Between two rounds: what one gateway does, the others know within 100 ms."""
 TIMEOUT_SECONDS = 1.0
 """For a whole round. On one network it takes a millisecond; a Redis that needs longer than this is no help."""
 BACK_OFF_SECONDS = (0.5, 1.0, 2.0)
 """After the first, second and every further failure in a row: with the time limit, back within 3 s of its return."""
 READ_ENTRIES = 16
 """Of one round. Only a gateway that has just started finds as many, and reads on at once."""
-ENTRY_BLOCKS = 8_192
-"""Prefix blocks in one entry, 64 KiB, and those of one prompt more."""
-ROUND_ENTRIES = 8
-"""Entries of one round: ten times what a thousand requests a second with 8,000 tokens need."""
-IDLE_REPORT_SECONDS = 1.0
-"""A report that says the same as the one before is sent so often."""
 KEEP_SECONDS = 3_600
 """The stream is gone so long after the last gateway: no cache is warm for longer."""
 START_SECONDS = 5.0
@@ -109,20 +103,18 @@ class Peers:
     ) -> None:
         """`on_heard` is called after facts were observed. Gives the router its journal."""
         self._router = router
-        self._journal = router.journal = Journal()
+        router.journal = Journal()
         self._on_heard = on_heard
         self._series = series
         self._clock = clock
         self._sender = Sender(secret, name)
-        self._name = self._sender.name.hex()
+        self._outbox = Outbox(router.journal, partial(router.report_to_peers, self._sender.name.hex()))
         self._receiver = Receiver(secret, name, self._sender.name)
         self._key = f"{name}:view:1".encode()
         self._marks = StreamMarks(max_bytes)
         self._position = START
         self._newest_ms = 0
         """Of the stream's newest entry, by the clock of Redis."""
-        self._reported: list[PeerReported] = []
-        self._report_due = 0.0
         self._place = place_of(url)
         self._redis = Redis.from_url(
             url,
@@ -180,9 +172,13 @@ class Peers:
     async def _exchange(self) -> None:
         """Rounds without end. Raises what the client raises."""
         while True:
-            entries = self._entries_to_send()
-            async with asyncio.timeout(TIMEOUT_SECONDS):
-                found = await self._round(entries)
+            bundles = self._outbox.bundles(self._clock())
+            try:
+                async with asyncio.timeout(TIMEOUT_SECONDS):
+                    found = await self._round([self._sender.entry(facts) for facts in bundles])
+            except Exception:
+                self._outbox.put_back(bundles)
+                raise
             await self._hear(found)
             if len(found) < READ_ENTRIES:
                 await asyncio.sleep(ROUND_SECONDS)
@@ -199,23 +195,6 @@ class Peers:
         answers = await pipeline.execute()
         self._series.sent += len(entries)
         return answers[-1][0][1] if answers[-1] else []
-
-    def _entries_to_send(self) -> list[bytes]:
-        now = self._clock()
-        facts: list[PeerFact] = list(self._reports(now))
-        entries: list[bytes] = []
-        while (facts or not self._journal.is_empty) and len(entries) < ROUND_ENTRIES:
-            entries.append(self._sender.entry([*facts, *self._journal.fetch(ENTRY_BLOCKS)]))
-            facts = []
-        return entries
-
-    def _reports(self, now: float) -> list[PeerReported]:
-        """What is booked, if that has changed or was not said for a while."""
-        reports = self._router.report_to_peers(self._name, now)
-        if reports == self._reported and now < self._report_due:
-            return []
-        self._reported, self._report_due = reports, now + IDLE_REPORT_SECONDS
-        return reports
 
     async def _hear(self, found: list[tuple[bytes, dict[bytes, bytes]]]) -> None:
         if not found:
@@ -243,10 +222,8 @@ class Peers:
     def _observe(self, facts: list[PeerFact], age_seconds: float) -> None:
         now = self._clock()
         age_seconds = min(max(0.0, age_seconds), KEEP_SECONDS)
-        for fact in facts:
+        for fact in credible(facts, age_seconds):
             if isinstance(fact, PeerReported):
-                if age_seconds > REPORT_SECONDS:
-                    continue
                 self._series.heard[fact.peer] = now
             self._router.observe(fact, now - age_seconds)
         if len(self._series.heard) > 1:

@@ -19,7 +19,16 @@ from gateway.core.model import (
 )
 from gateway.core.router import Router
 from gateway.core.settings import RoutingSettings
-from gateway.core.sharing import MAX_JOURNAL_BLOCKS, REPORT_SECONDS, Journal
+from gateway.core.sharing import (
+    IDLE_REPORT_SECONDS,
+    MAX_JOURNAL_BLOCKS,
+    MAX_JOURNAL_STORED,
+    REPORT_SECONDS,
+    ROUND_BUNDLES,
+    Journal,
+    Outbox,
+    credible,
+)
 
 A, B = ReplicaId("http://a:8000"), ReplicaId("http://b:8000")
 
@@ -159,3 +168,59 @@ def test_nobody_fetches_and_the_journal_stays_small() -> None:
     sent = [fact for fact in facts if isinstance(fact, PeerSent)]
     assert MAX_JOURNAL_BLOCKS - 8_000 <= sum(len(fact.blocks) for fact in sent) <= MAX_JOURNAL_BLOCKS
     assert sent[-1].blocks == prompt(59, 8_000).blocks
+
+
+def test_what_did_not_arrive_is_told_first_the_next_time() -> None:
+    journal = Journal()
+    early, late = PeerSent(A, prompt(1).blocks), PeerSent(B, prompt(2).blocks)
+    stored = [PeerStored(A, f"resp_{number}") for number in range(2)]
+    journal.note_sent(early)
+    journal.note_stored(stored[0])
+    fetched = journal.fetch(1_000)
+    journal.note_sent(late)
+    journal.note_stored(stored[1])
+    journal.put_back([report(A), *fetched])
+    assert journal.fetch(1_000) == [*stored, early, late]
+    assert journal.is_empty
+
+
+def test_what_is_put_back_keeps_the_journal_small() -> None:
+    journal = Journal()
+    new = [PeerSent(A, prompt(first, 8_000).blocks) for first in range(MAX_JOURNAL_BLOCKS // 8_000 - 1)]
+    for fact in new:
+        journal.note_sent(fact)
+    old = [PeerSent(A, prompt(first, 8_000).blocks) for first in range(100, 103)]
+    journal.put_back([*old, *(PeerStored(A, f"resp_{number}") for number in range(MAX_JOURNAL_STORED + 5))])
+    facts = journal.fetch(10 * MAX_JOURNAL_BLOCKS)
+    assert [fact for fact in facts if isinstance(fact, PeerSent)] == [old[-1], *new]
+    assert len([fact for fact in facts if isinstance(fact, PeerStored)]) == MAX_JOURNAL_STORED
+
+
+def test_an_outbox_tells_what_is_booked_when_it_changes_or_was_not_said_for_a_while() -> None:
+    booked = [report(A)]
+    outbox = Outbox(Journal(), lambda now: list(booked))
+    assert outbox.bundles(0.0) == [[report(A)]]
+    assert outbox.bundles(0.5) == []
+    assert outbox.bundles(IDLE_REPORT_SECONDS) == [[report(A)]]
+    booked[0] = report(A, in_flight=1)
+    lost = outbox.bundles(IDLE_REPORT_SECONDS + 0.1)
+    assert lost == [[report(A, in_flight=1)]]
+    outbox.put_back(lost)
+    assert outbox.bundles(IDLE_REPORT_SECONDS + 0.2) == lost
+
+
+def test_an_outbox_tells_much_in_several_rounds_and_loses_nothing() -> None:
+    journal = Journal()
+    facts = [PeerSent(A, prompt(first, 8_000).blocks) for first in range(20)]
+    for fact in facts:
+        journal.note_sent(fact)
+    outbox = Outbox(journal, lambda now: [])
+    rounds = [outbox.bundles(float(round)) for round in range(4)]
+    assert all(len(bundles) <= ROUND_BUNDLES for bundles in rounds)
+    assert [fact for bundles in rounds for bundle in bundles for fact in bundle] == facts
+
+
+def test_old_reports_are_not_credible_and_old_prompts_are() -> None:
+    sent = PeerSent(A, prompt(1).blocks)
+    assert credible([sent, report(A)], REPORT_SECONDS) == [sent, report(A)]
+    assert credible([sent, report(A)], REPORT_SECONDS + 0.1) == [sent]
