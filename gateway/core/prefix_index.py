@@ -1,17 +1,21 @@
 """Who holds which prefix block, as far as our own requests tell: one bounded LRU for each replica.
 
 A replica's LRU is a row of *records*, oldest first: one record for each request sent there, with the time it was
-touched and the run of blocks that nobody touched since. Because a request always touches its whole prefix, three things
+touched and the run of blocks that nobody touched since. Because a request always touches its whole prefix, four things
 hold:
 
-1. If a replica holds block i of a chain, it holds all before it. So the match length is found by binary search.
+1. If a replica holds block i of a chain, it holds all before it.
 2. What a later request takes over from a record is a leading part of it, so what remains is one contiguous run, its
    tail.
 3. Evicting from the tail of the oldest record keeps 1 true: what came after the evicted block is older or gone.
+4. What a replica holds of a prompt is a row of runs, each one going on where the prompt leaves the one before: as many
+   as there are records that touched a part of it last, mostly one or two.
 
-Touching a prompt costs two C-speed dict updates instead of a walk through a linked list, and the tail of the LRU can be
-judged record by record (`eviction_loss`) instead of block by block. Blocks that several replicas hold are counted; most
-are held by one, and cost nothing extra.
+So runs are looked up by their first block alone (4), and how far a prompt goes along with one is found by halving,
+since equal hash means equal whole prefix. Nothing is kept for each block but its place in the list that the request
+brought: whatever a prompt's length, to touch or to evict it is a few steps, and what has to grow at once, now and then,
+are dicts of records. The tail of the LRU can be judged record by record (`eviction_loss`). Blocks that several replicas
+hold are counted; most are held by one, and cost nothing extra.
 
 A record remembers how old the oldest part of its match was, and whether the index had evicted what came next: with what
 the replica then found, that tells whether the capacity is right (`core.belief`).
@@ -24,17 +28,19 @@ replica.
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import islice
 from math import exp, exp2
 
 from gateway.core.model import BlockHash, ReplicaId
 
-BLOCK_BYTES = 240
-"""Memory of one held block: a dict entry, its hash, references, and where several replicas hold it a share of its
-count: 100 to 240 as the dicts grow. Measured with tracemalloc (tests/core/test_prefix_index.py)."""
-RECORD_BYTES = 400
-"""Memory of one record without its blocks, its place in the LRU included. Measured likewise."""
+BLOCK_BYTES = 120
+"""Memory of one held block: its hash and its place in the record's list, 45 to 60 with an allocator's rounding; twice
+that where a later record has taken over almost half of the list, and where several replicas hold it a share of its
+count. Measured with tracemalloc (tests/core/test_prefix_index.py)."""
+RECORD_BYTES = 600
+"""Memory of one record without its blocks: its places in the LRU and in the dict of heads, 400 to 450 as those grow,
+and of the note of its eviction. Measured likewise."""
 TAIL_RECORDS = 6
 """Records of the LRU's tail that `eviction_loss` looks at. The rest of a longer eviction is valued like their mean."""
 DEFAULT_TAU_SECONDS = 60.0
@@ -73,6 +79,30 @@ class Record:
         self.evicted_at: int | None = None
         """Eviction (`ReplicaIndex.evicted`) that took the block after its match; `None` if none did."""
 
+    @property
+    def run(self) -> Sequence[BlockHash]:
+        return self.blocks[self.begin - self.offset : self.end - self.offset]
+
+    @property
+    def head(self) -> BlockHash:
+        """The first block of its run, by which it is found."""
+        return self.blocks[self.begin - self.offset]
+
+    def common_end(self, blocks: Sequence[BlockHash]) -> int:
+        """Where `blocks`, which has the head of the run in its place, leaves the run, or one of them ends."""
+        own, offset = self.blocks, self.offset
+        high = min(self.end, len(blocks))
+        if own[high - 1 - offset] == blocks[high - 1]:
+            return high
+        low, high = self.begin + 1, high - 1  # equal before `low`, not at `high`
+        while low < high:
+            middle = (low + high) >> 1
+            if own[middle - offset] == blocks[middle]:
+                low = middle + 1
+            else:
+                high = middle
+        return low
+
     def give_up_to(self, position: int) -> None:
         """Positions before `position` belong to a later record now."""
         self.begin = position
@@ -103,27 +133,21 @@ class BranchPoint:
         self.at = now
 
 
-def match_length(held: Mapping[BlockHash, object], blocks: Sequence[BlockHash]) -> int:
-    """Length of the leading run of `blocks` that is in `held`, which has no holes (see module, 1)."""
-    if not blocks or blocks[0] not in held:
-        return 0
-    high = len(blocks)
-    if blocks[high - 1] in held:
-        return high
-    low, high = 1, high - 1  # blocks[:low] are held, blocks[high] is not
-    while low < high:
-        middle = (low + high) >> 1
-        if blocks[middle] in held:
-            low = middle + 1
-        else:
-            high = middle
-    return low
-
-
 class ReplicaIndex:
     """Blocks of one replica. Made by `PrefixIndex.add`."""
 
-    __slots__ = ("_evictions", "_index", "capacity", "evicted", "held", "live", "max_bytes", "records", "tail_at")
+    __slots__ = (
+        "_evictions",
+        "_heads",
+        "_index",
+        "capacity",
+        "evicted",
+        "held",
+        "live",
+        "max_bytes",
+        "records",
+        "tail_at",
+    )
 
     def __init__(self, index: PrefixIndex, capacity: int) -> None:
         self._index = index
@@ -131,8 +155,10 @@ class ReplicaIndex:
         """Blocks that fit the replica's KV cache."""
         self.max_bytes = 0
         """Share of the index's memory."""
-        self.held: dict[BlockHash, Record] = {}
+        self.held = 0
+        """Blocks of all records."""
         self.records: OrderedDict[int, Record] = OrderedDict()
+        self._heads: dict[BlockHash, Record] = {}
         self.evicted = 0
         """Blocks that had to go for newer ones so far."""
         self._evictions: OrderedDict[BlockHash, int] = OrderedDict()
@@ -144,18 +170,31 @@ class ReplicaIndex:
         """When the oldest block was touched last; `None` while there is room."""
 
     def __len__(self) -> int:
-        return len(self.held)
+        return self.held
 
     def __repr__(self) -> str:
-        return f"<ReplicaIndex {len(self.held)}/{self.capacity} blocks in {len(self.records)} records>"
+        return f"<ReplicaIndex {self.held}/{self.capacity} blocks in {len(self.records)} records>"
 
     def match(self, blocks: Sequence[BlockHash]) -> int:
         """Blocks of the prompt's leading run held here."""
-        return match_length(self.held, blocks)
+        return self.find(blocks)[0]
+
+    def find(self, blocks: Sequence[BlockHash]) -> tuple[int, Record | None]:
+        """Blocks of the prompt's leading run held here, and the record that the last of them belongs to."""
+        heads, end = self._heads, len(blocks)
+        position = 0
+        last: Record | None = None
+        while position < end:
+            record = heads.get(blocks[position])
+            if record is None or record.begin != position:
+                break
+            position = record.common_end(blocks)
+            last = record
+        return position, last
 
     @property
     def memory_bytes(self) -> int:
-        return len(self.held) * BLOCK_BYTES + len(self.records) * RECORD_BYTES
+        return self.held * BLOCK_BYTES + len(self.records) * RECORD_BYTES
 
     def touch(self, blocks: Sequence[BlockHash], now: float) -> tuple[int, Record | None]:
         """A request with these blocks is sent here. Returns how many it held already, and the new record."""
@@ -163,40 +202,45 @@ class ReplicaIndex:
             blocks = blocks[: self.capacity]
         if not blocks:
             return 0, None
-        matched = self.match(blocks)
+        matched, last = self.find(blocks)
         record = self._index.new_record(blocks, now)
         known = matched
         if matched < len(blocks):
             known = self._index.copied(self, blocks, matched)
             record.evicted_at = self._evictions.pop(blocks[matched], None)
-        if self._index.parts(blocks, known, self if known == matched else None):
+        parts = self._index.parts(blocks, known) if last is None or known > matched else last.end > known
+        if parts:
             self._index.branched(blocks, known, now)
         elif known < len(blocks):
             self._index.went_on(now)
-        if matched:
-            record.matched_at = self.held[blocks[matched - 1]].touched_at
-            self._take_over(blocks, matched)
-        self.held.update(dict.fromkeys(blocks, record))
+        if last is not None:
+            record.matched_at = last.touched_at
+            self._take_over(blocks, matched, last)
+        self._heads[blocks[0]] = record
         self.records[record.serial] = record
+        self.held += len(blocks)
         self.live += len(blocks)
         self._shrink()
         return matched, record
 
-    def _take_over(self, blocks: Sequence[BlockHash], matched: int) -> None:
-        """Leading runs of older records go to a new one; a record with nothing left goes."""
-        held = self.held
-        position = matched
-        while position > 0:
-            record = held[blocks[position - 1]]
-            begin = record.begin
+    def _take_over(self, blocks: Sequence[BlockHash], matched: int, last: Record) -> None:
+        """Leading runs of older records, `last` the last of them, go to a new one; a record with nothing left goes."""
+        position = 0
+        while position < matched:
+            record = self._heads[blocks[position]]
+            if record.begin != position:  # two blocks of one hash, which somebody may contrive: it keeps what it has
+                return
+            del self._heads[blocks[position]]
+            position = matched if record is last else record.common_end(blocks)
+            self.held -= position - record.begin
             if record.live:
-                self.live -= position - begin
+                self.live -= position - record.begin
             if record.end == position:
                 del self.records[record.serial]
                 record.begin = position
             else:
                 record.give_up_to(position)
-            position = begin
+                self._heads[record.head] = record
 
     def take_back(self, record: Record, matched: int) -> None:
         """The request that made `record` never ran: forget the blocks that only it brought, after `matched`."""
@@ -211,7 +255,7 @@ class ReplicaIndex:
             if record.touched_at > touched_at:
                 break
             older += record.end - record.begin
-        return len(self.held) - older
+        return self.held - older
 
     def ended(self, record: Record) -> None:
         """The request that made `record` is over: its blocks stay, but may be evicted."""
@@ -230,10 +274,11 @@ class ReplicaIndex:
         self._shrink()
 
     def clear(self) -> None:
-        self._index.forget(self.held)
-        self.held.clear()
+        for record in self.records.values():
+            self._index.forget(record.run)
         self.records.clear()
-        self.live = 0
+        self._heads.clear()
+        self.held = self.live = 0
         self._evictions.clear()
         self._note_tail()
 
@@ -241,7 +286,7 @@ class ReplicaIndex:
         """Blocks that no other replica holds, each for exp(-age / scale)."""
         extra, total = self._index.extra_copies, 0.0
         for record in self.records.values():
-            blocks = record.blocks[record.begin - record.offset : record.end - record.offset]
+            blocks = record.run
             sole = len(blocks) - sum(map(extra.__contains__, blocks))
             total += sole * exp((record.touched_at - now) / scale)
         return total
@@ -252,7 +297,7 @@ class ReplicaIndex:
         A block that was last used `age` ago is used again with about exp(-age / tau), and if another replica has it
         too, that one may serve it.
         """
-        excess = len(self.held) + blocks - self.capacity
+        excess = self.held + blocks - self.capacity
         if excess <= 0:
             return 0.0
         extra = self._index.extra_copies
@@ -270,15 +315,15 @@ class ReplicaIndex:
 
     def _shrink(self) -> None:
         """Evict, oldest first and tail first, until capacity and memory share hold."""
-        held, records = self.held, self.records
-        excess = len(held) - self.capacity
+        records = self.records
+        excess = self.held - self.capacity
         while excess > 0:
             oldest = next(iter(records.values()))
             count = min(excess, oldest.end - oldest.begin)
             self._note_eviction(oldest, count)
             self._drop_tail(oldest, count)
             excess -= count
-        while held and len(held) * BLOCK_BYTES + len(records) * RECORD_BYTES > self.max_bytes:
+        while records and self.memory_bytes > self.max_bytes:
             oldest = next(iter(records.values()))
             self._drop_tail(oldest, oldest.end - oldest.begin)
         self._note_tail()
@@ -297,19 +342,18 @@ class ReplicaIndex:
         if count <= 0:
             return
         end = record.end - record.offset
-        gone = record.blocks[end - count : end]
-        self._index.forget(gone)
-        held = self.held
-        for block in gone:
-            del held[block]
-        record.end -= count
+        self._index.forget(record.blocks[end - count : end])
+        self.held -= count
         if record.live:
             self.live -= count
-        if record.end <= record.begin:
+        if record.end - count == record.begin:
             del self.records[record.serial]
+            if self._heads.get(record.head) is record:
+                del self._heads[record.head]
+        record.end -= count
 
     def _note_tail(self) -> None:
-        full = self.records and len(self.held) >= 0.95 * self.capacity
+        full = self.records and self.held >= 0.95 * self.capacity
         tail_at = next(iter(self.records.values())).touched_at if full else None
         if tail_at != self.tail_at:
             self._index.tail_moved(self.tail_at, tail_at)
@@ -439,21 +483,21 @@ class PrefixIndex:
         self._serial += 1
         return Record(self._serial, now, blocks, len(blocks))
 
-    def parts(self, blocks: Sequence[BlockHash], known: int, replica: ReplicaIndex | None) -> bool:
-        """Whether a prompt that is known for so many blocks leaves the others there, rather than goes on where one
-        ended or asks the same again. `replica`: who knows it; without one, whoever knows as much."""
-        if not known:
-            return True
-        last = blocks[known - 1]
-        holders = [replica] if replica is not None else self._replicas.values()
-        return all(one.held[last].end > known for one in holders if last in one.held)
+    def parts(self, blocks: Sequence[BlockHash], known: int) -> bool:
+        """Whether a prompt of which those who know most know so many blocks leaves the others there, rather than goes
+        on where one ended or asks the same again."""
+        for replica in self._replicas.values():
+            matched, last = replica.find(blocks)
+            if last is not None and matched == known and last.end == known:
+                return False
+        return True
 
     def copied(self, replica: ReplicaIndex, blocks: Sequence[BlockHash], matched: int) -> int:
         """`replica` gets the blocks from `matched` on. Count a copy for those that another one holds already, and
         return how many of the blocks are known to somebody."""
-        first, reach = blocks[matched], matched
+        reach = matched
         for other in self._replicas.values():
-            if first in other.held and other is not replica:
+            if other is not replica:
                 reach = max(reach, other.match(blocks))
         if reach > matched:
             self.extra_copies.update(blocks[matched:reach])

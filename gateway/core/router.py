@@ -66,7 +66,7 @@ from gateway.core.model import (
 from gateway.core.ownership import Ownership
 from gateway.core.pickers import ranked, reason_of
 from gateway.core.policy import Policy, policy_named
-from gateway.core.prefix_index import PrefixIndex, match_length
+from gateway.core.prefix_index import PrefixIndex
 from gateway.core.rates import BytesPerToken, PrefillRates
 from gateway.core.replica import Replica
 from gateway.core.scorers import OUTPUT_RESERVE_TOKENS
@@ -453,19 +453,19 @@ class Router:
         ratio = self._bytes_per_token.of(request.model, request.space)
         block_tokens = self._settings.block_bytes / ratio
         prompt_tokens = request.length / ratio
-        matches = [match_length(replica.index.held, blocks) for replica in candidates]
+        found = [replica.index.find(blocks) for replica in candidates]
         deserving, tau, thrift, waiting = 0, 0.0, 0.0, self._admission.waiting / max(1, len(self._replicas))
-        if reads_cache and (longest := max(matches)):
+        if reads_cache and (longest := max([matched for matched, _ in found])):
             deserving = self._index.deserving_depth(blocks[:longest], now)
         if reads_cache:
             tau, thrift = self._index.tau(now), self._index.thrift(now)
         views: list[ReplicaView] = []
         foreign_total = 0.0
         silent: list[int] = []
-        for replica, matched in zip(candidates, matches, strict=True):
+        for replica, (matched, last) in zip(candidates, found, strict=True):
             load, index = replica.load, replica.index
             loss, missing = 0.0, len(blocks) - matched
-            if reads_cache and len(index.held) + missing > index.capacity:
+            if reads_cache and index.held + missing > index.capacity:
                 loss = index.eviction_loss(missing, now, tau) * block_tokens
             rate = replica.rate.value
             foreign, kv_usage = load.scraped(now)
@@ -475,7 +475,7 @@ class Router:
                 foreign_total += foreign
             cached = matched * block_tokens
             live = replica.running_tokens(block_tokens, now)
-            if matched and index.held[blocks[matched - 1]].live:
+            if last is not None and last.live:
                 live = max(0.0, live - cached)
             row = (
                 replica.id,

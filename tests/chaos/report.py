@@ -47,8 +47,6 @@ TESTS: dict[int, str] = {
 REASONS: dict[int, str] = {
     13: "The p99 of some hundred requests is compared before and during the fault; on two busy cores it moves by tens "
     "of milliseconds without any.",
-    26: "The index keeps the blocks of a replica in one dict. One of 400,000 blocks is rehashed in 20 to 30 ms, once "
-    "in some 300,000 new blocks; one of 350,000 took 12 ms.",
 }
 """Why a test has no figure, or one that misses its target."""
 

@@ -135,10 +135,13 @@ class Walk:
             live = [record for record in replica.index.records.values() if record.live]
             assert replica.index.live == sum(record.end - record.begin for record in live)
             assert {id(record) for record in live} <= {id(flight.record) for flight in mine}
-            for block in replica.index.held:
+            held = [block for record in replica.index.records.values() for block in record.run]
+            assert len(held) == len(set(held)) == len(replica.index)
+            for block in held:
                 copies[block] = copies.get(block, 0) + 1
-            held = [block in replica.index.held for block in ask(TEXT).blocks]
-            assert held == sorted(held, reverse=True), "a hole"
+            found = [block in held for block in ask(TEXT).blocks]
+            assert found == sorted(found, reverse=True), "a hole"
+            assert replica.index.match(ask(TEXT).blocks) == sum(found)
         assert router._index.extra_copies == {block: count - 1 for block, count in copies.items() if count > 1}
 
     def end(self) -> None:
