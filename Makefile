@@ -3,9 +3,11 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 VLLM_VENV ?= .venv-vllm
+# Processes that share the suite, one more than CI has cores: tests wait more than they compute.
+JOBS   ?= 3
 SOURCES := setup.py $(shell find gateway workers loadtests -name '*.py' -o -name '*.toml' -o -path '*/planner/configs/*.json' -o -path '*/static/*')
 
-.PHONY: install run test test-compiled test-vllm test-deploy test-engines test-e2e clients chaos chaos-steady check bench bench-vllm clean
+.PHONY: install run test test-compiled vllm test-vllm test-deploy test-engines test-e2e clients chaos chaos-steady check bench bench-vllm clean
 
 install: $(VENV)/installed
 
@@ -27,16 +29,19 @@ run: install
 	$(BIN)/warmlane up
 
 test: install
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 
 # Core and data path once more, as they are installed: compiled. Needs a C compiler.
 test-compiled: install
 	@$(BIN)/python -P -c 'import gateway.core.router as r, sys; sys.exit(not r.__file__.endswith(".so"))' || { echo "not compiled: a C compiler and Python's headers are needed (Debian: gcc, python3-dev)" >&2; exit 1; }
 	@rm -rf .cache/compiled && mkdir -p .cache/compiled && cp -r tests pyproject.toml .cache/compiled/
-	cd .cache/compiled && $(abspath $(BIN))/python -m pytest tests/core tests/proxy tests/test_prompt.py
+	cd .cache/compiled && $(abspath $(BIN))/python -m pytest -n $(JOBS) --dist worksteal tests/core tests/proxy tests/test_prompt.py
 
-test-vllm: install
+# Real vLLM for the CPU, and a tiny model for it.
+vllm:
 	PYTHON=$(PYTHON) sh tests/vllm/install.sh $(VLLM_VENV) .cache/tiny-model
+
+test-vllm: install vllm
 	VLLM_VENV=$(VLLM_VENV) $(BIN)/python -m pytest -m vllm tests/vllm
 
 # deploy/: what promtool, docker-compose and systemd say of it, what needs curl, the install script's steps that need a network.
@@ -82,8 +87,7 @@ bench: install
 	$(BIN)/python -m loadtests.bench.run $(BENCH)
 
 # Routers in front of real replicas: half an hour, or `make bench-vllm SMOKE=1`.
-bench-vllm: install
-	PYTHON=$(PYTHON) sh tests/vllm/install.sh $(VLLM_VENV) .cache/tiny-model
+bench-vllm: install vllm
 	VLLM_VENV=$(VLLM_VENV) $(BIN)/python -m loadtests.engines.run $(if $(SMOKE),--smoke) $(BENCH)
 
 clean:

@@ -44,10 +44,7 @@ TESTS: dict[int, str] = {
     30: "Time limits",
 }
 
-REASONS: dict[int, str] = {
-    13: "The p99 of some hundred requests is compared before and during the fault; on two busy cores it moves by tens "
-    "of milliseconds without any.",
-}
+REASONS: dict[int, str] = {}
 """Why a test has no figure, or one that misses its target."""
 
 PREAMBLE = """\
