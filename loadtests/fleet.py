@@ -30,6 +30,29 @@ class Restart:
 
 
 @dataclass(frozen=True, slots=True)
+class GatewayRestart:
+    """One gateway gets no more requests, ends with those that it has, and another takes its place, knowing nothing."""
+
+    gateway: int
+    at: float
+    down_seconds: float = 2.0
+
+    @property
+    def back_at(self) -> float:
+        return self.at + self.down_seconds
+
+
+@dataclass(frozen=True, slots=True)
+class Sharing:
+    """Several gateways tell each other what they do, as live ones do through Redis."""
+
+    delay_seconds: float = 0.0
+    """From telling to hearing, beside the rounds."""
+    loss: float = 0.0
+    """Share of what is told that nobody ever hears."""
+
+
+@dataclass(frozen=True, slots=True)
 class Fleet:
     """Replicas and the way to them. The defaults are one generic large GPU, eight times."""
 
@@ -87,7 +110,9 @@ class Fleet:
     """Requests are dealt to them in turn."""
     shared_state: bool = False
     """Several gateways know the same at once, so they decide as one. Otherwise each knows its own sends, and what the
-    replicas say."""
+    replicas say; and with `sharing` what the others tell."""
+    sharing: Sharing | None = None
+    gateway_restarts: tuple[GatewayRestart, ...] = ()
 
     def url(self, place: int) -> ReplicaId:
         return ReplicaId(self.urls[place] if place < len(self.urls) else f"http://replica-{place}:8000")

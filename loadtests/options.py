@@ -86,6 +86,23 @@ Gateways = Annotated[
     int, Option("--gateways", metavar="N", min=1, max=1_000, help="Requests are dealt to them in turn.")
 ]
 SharedState = Annotated[bool, Option("--shared-state", help="Several gateways know the same, at once.")]
+SharedView = Annotated[
+    bool, Option("--shared-view", help="Several gateways tell each other what they do, as through Redis.")
+]
+ViewDelay = Annotated[
+    float, Option("--view-delay", metavar="SECONDS", help="How much later they hear it; with --shared-view.")
+]
+ViewLoss = Annotated[
+    float, Option("--view-loss", metavar="SHARE", help="Share of it that is lost, 0 to 1; with --shared-view.")
+]
+GatewayRestarts = Annotated[
+    str | None,
+    Option(
+        "--gateway-restart",
+        metavar="GATEWAY@SECONDS[+DOWN][,...]",
+        help="A gateway (the first is 0) ends then, and another that knows nothing comes DOWN seconds later (2).",
+    ),
+]
 ClosedLoop = Annotated[
     bool,
     Option("--closed-loop", help="The next request of a session waits for the answer, and for its user to think."),
@@ -144,6 +161,10 @@ class Options:
     scrape_interval: Scrape = "0.5"
     gateways: Gateways = 1
     shared_state: SharedState = False
+    shared_view: SharedView = False
+    view_delay: ViewDelay = 0.0
+    view_loss: ViewLoss = 0.0
+    gateway_restart: GatewayRestarts = None
     decode_slowdown: DecodeSlowdown = 0.0
     step_tokens: StepTokens = None
     preempts: Preempts = False

@@ -13,12 +13,12 @@ from typing import NoReturn
 from gateway.core.settings import POLICY_NAMES
 from loadtests import plot, report, traces
 from loadtests.options import Options
-from loadtests.simulator import Fleet, Restart
+from loadtests.simulator import Fleet, GatewayRestart, Restart, Sharing
 
 RECORDED, NEVER = "recorded", "never"
 BLIND_POLICY = "least-work"
 """Always in the report: what knowledge of caches is worth shows beside it."""
-RESTART = re.compile(r"(?P<replica>\d+)@(?P<at>[\d.]+)(\+(?P<down>[\d.]+))?")
+RESTART = re.compile(r"(?P<place>\d+)@(?P<at>[\d.]+)(\+(?P<down>[\d.]+))?")
 
 
 class Refused(Exception):
@@ -79,6 +79,7 @@ def loads_of(texts: Sequence[str]) -> list[float | None]:
 def fleet_of(options: Options) -> Fleet:
     if options.shared_state and options.gateways == 1:
         refuse("shared-state", "is for several --gateways")
+    sharing, gateway_restarts = sharing_of(options), gateway_restarts_of(options)
     return Fleet(
         replicas=options.replicas,
         cache_tokens=options.cache_tokens,
@@ -92,6 +93,8 @@ def fleet_of(options: Options) -> Fleet:
         restart=None if options.restart is None else restart_of(options.restart, options.replicas),
         gateways=options.gateways,
         shared_state=options.shared_state,
+        sharing=sharing,
+        gateway_restarts=gateway_restarts,
         decode_slowdown=not_negative("decode-slowdown", options.decode_slowdown),
         step_tokens=options.step_tokens,
         preempts=options.preempts,
@@ -109,15 +112,44 @@ def speeds_of(text: str | None, replicas: int) -> tuple[float, ...]:
     return speeds
 
 
+def sharing_of(options: Options) -> Sharing | None:
+    if not options.shared_view:
+        for option, value in (("view-delay", options.view_delay), ("view-loss", options.view_loss)):
+            if value:
+                refuse(option, "is for --shared-view")
+        return None
+    if options.gateways == 1:
+        refuse("shared-view", "is for several --gateways")
+    if options.shared_state:
+        refuse("shared-view", "with --shared-state they know everything already")
+    if not 0 <= options.view_loss <= 1:
+        refuse("view-loss", "a share from 0 to 1")
+    return Sharing(not_negative("view-delay", options.view_delay), options.view_loss)
+
+
+def gateway_restarts_of(options: Options) -> tuple[GatewayRestart, ...]:
+    if options.gateway_restart is None:
+        return ()
+    if options.shared_state:
+        refuse("gateway-restart", "with --shared-state nothing is forgotten")
+    texts, count = options.gateway_restart.split(","), options.gateways
+    return tuple(GatewayRestart(*times_of("gateway-restart", "gateway", text, count, 2.0)) for text in texts)
+
+
 def restart_of(text: str, replicas: int) -> Restart:
+    return Restart(*times_of("restart", "replica", text, replicas, 30.0))
+
+
+def times_of(option: str, who: str, text: str, count: int, down_seconds: float) -> tuple[int, float, float]:
+    """Who of so many ends when, and for how long."""
     found = RESTART.fullmatch(text)
-    at, down = (number(found["at"]), number(found["down"] or "30")) if found else (-1.0, -1.0)
+    at, down = (number(found["at"]), number(found["down"] or str(down_seconds))) if found else (-1.0, -1.0)
     if found is None or not (isfinite(at) and isfinite(down)):
-        refuse("restart", f"REPLICA@SECONDS or REPLICA@SECONDS+DOWN, as 2@300+30, not {text!r}")
-    replica = int(found["replica"])
-    if replica >= replicas:
-        refuse("restart", f"there is no replica {replica}: they are 0 to {replicas - 1}")
-    return Restart(replica, at, down)
+        refuse(option, f"{who.upper()}@SECONDS or {who.upper()}@SECONDS+DOWN, as 2@300+30, not {text!r}")
+    place = int(found["place"])
+    if place >= count:
+        refuse(option, f"there is no {who} {place}: they are 0 to {count - 1}")
+    return place, at, down
 
 
 def scrape_of(text: str) -> float | None:

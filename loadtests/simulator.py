@@ -13,8 +13,8 @@ fails. Times are counted from its arrival, so waiting in the gateway is part of 
 each session does; every other one comes when the one before it is over (answered, shed or lost) and was thought about.
 
 **What the router knows.** Its own sends, and what a gateway would hear: probes, load snapshots at each scrape, usage
-at the end. Prefill rates it learns, unless the fleet tells it some. Several gateways that share nothing are several
-routers over the same replicas.
+at the end. Prefill rates it learns, unless the fleet tells it some. Several gateways are several routers over the same
+replicas, which share nothing, or what they tell each other (`loadtests.shared_view`).
 
 **Prompts.** Ids of a trace are 512-token blocks, chained already. They go to the router as token-id prompts, which
 have four key bytes a token; or, if the fleet says so, as text whose bytes per token the router must learn, in prefix
@@ -41,12 +41,14 @@ from gateway.core.model import (
 )
 from gateway.core.router import Router
 from gateway.core.settings import RoutingSettings
-from loadtests.fleet import INFINITY, Fleet, Restart, Station, answers_of
+from gateway.core.sharing import ROUND_SECONDS
+from loadtests.fleet import INFINITY, Fleet, GatewayRestart, Restart, Sharing, Station, answers_of
+from loadtests.shared_view import SharedView
 from loadtests.traces import Request
 from loadtests.virtual_gateway import Gateway, Timers, Trip
 from workers.engine_model import EngineModel, EngineRequest, Milestone
 
-__all__ = ["Fleet", "Restart", "Simulator", "Trip"]
+__all__ = ["Fleet", "GatewayRestart", "Restart", "Sharing", "Simulator", "Trip"]
 
 KEY_BYTES_PER_TOKEN = 4
 """Of a prompt of token ids (`gateway.core.rates.BYTES_PER_TOKEN`)."""
@@ -86,10 +88,15 @@ class Simulator:
             self._key_bytes = fleet.text_bytes_per_token
             self._stride = max(1, round(settings.block_bytes / self._key_bytes / fleet.block_tokens))
         settings = replace(settings, block_bytes=int(self._stride * fleet.block_tokens * self._key_bytes))
-        self.gateways = [
-            Gateway(make_router(settings, seed + place), self._timers, self._stations, self._deliver, self._over)
-            for place in range(fleet.deciders)
-        ]
+        self._make_router, self._settings, self._next_seed = make_router, settings, seed
+        self.gateways = [self._new_gateway() for _ in range(fleet.deciders)]
+        self._away: set[int] = set()
+        self._leaving: list[Gateway] = []
+        """Replaced, but not done with what they have."""
+        self._view = None
+        if fleet.sharing is not None:
+            hashes_of_block = settings.block_bytes / RoutingSettings().block_bytes
+            self._view = SharedView(fleet.sharing, self._timers, seed, hashes_of_block)
         self._coming, self._next_of = in_order(requests, closed_loop)
 
     @property
@@ -129,6 +136,44 @@ class Simulator:
         self.trips.sort(key=lambda trip: trip.number)
         return self.trips
 
+    # ---- the gateways ----------------------------------------------------------------------------------------------
+
+    def _new_gateway(self) -> Gateway:
+        router = self._make_router(self._settings, self._next_seed)
+        self._next_seed += 1
+        return Gateway(router, self._timers, self._stations, self._deliver, self._over)
+
+    def _gateway_in_turn(self) -> Gateway | None:
+        """Requests are dealt to those that are there."""
+        count = len(self.gateways)
+        for place in range(len(self.trips), len(self.trips) + count):
+            if place % count not in self._away:
+                return self.gateways[place % count]
+        return None
+
+    def _take_away(self, place: int, now: float) -> None:
+        """It ends with what it has."""
+        self._away.add(place)
+
+    def _replace_gateway(self, place: int, now: float) -> None:
+        """The one that went away is forgotten once it has nothing in flight."""
+        self._leaving.append(self.gateways[place])
+        gateway = self.gateways[place] = self._new_gateway()
+        gateway.observe([self._added(place) for place in range(len(self._stations))], now)
+        gateway.observe([*self._probes(), *self._loads(now)], now)
+        if self._view is not None:
+            self._view.join(gateway, now)
+        self._away.discard(place)
+
+    def _round(self, now: float) -> None:
+        assert self._view is not None
+        for gateway in [one for one in self._leaving if one.is_idle]:
+            self._leaving.remove(gateway)
+            self._view.leave(gateway)
+        self._view.round(now)
+        if not self._is_over:
+            self._timers.at(now + ROUND_SECONDS, self._round)
+
     # ---- the clients -----------------------------------------------------------------------------------------------
 
     def _arrive(self, number: int, now: float) -> None:
@@ -139,10 +184,14 @@ class Simulator:
             space=Space.TOKENS if self.fleet.text_bytes_per_token is None else Space.TEXT,
             session=request.session,
         )
-        gateway = self.gateways[len(self.trips) % len(self.gateways)]
-        trip = Trip(request, route, number, now, gateway)
+        gateway = self._gateway_in_turn()
+        trip = Trip(request, route, number, now, gateway or self.gateways[0])
         self.trips.append(trip)
-        gateway.arrive(trip, now)
+        if gateway is None:  # nobody is there to be connected to
+            trip.failed = True
+            self._over(trip, now)
+        else:
+            gateway.arrive(trip, now)
 
     def _over(self, trip: Trip, now: float) -> None:
         """Its client has the answer, or knows that there is none: in a closed loop the next one of its session."""
@@ -226,29 +275,44 @@ class Simulator:
 
     def _open(self) -> None:
         fleet = self.fleet
-        for place, station in enumerate(self._stations):
-            self._observe([ReplicaAdded(station.id, fleet.told_prefill_rate(place))], 0.0)
+        self._observe([self._added(place) for place in range(len(self._stations))], 0.0)
         self._probe(0.0)
         self._scrape(0.0)
+        if self._view is not None:
+            for gateway in self.gateways:
+                self._view.join(gateway, 0.0)
+            self._timers.at(ROUND_SECONDS, self._round)
+        for one in fleet.gateway_restarts:
+            self._timers.at(one.at, partial(self._take_away, one.gateway))
+            self._timers.at(one.back_at, partial(self._replace_gateway, one.gateway))
         if (restart := fleet.restart) is not None:
             self._timers.at(restart.at, partial(self._die, restart.replica))
             self._timers.at(restart.back_at, partial(self._return, restart.replica))
 
     def _observe(self, facts: Sequence[Fact], now: float) -> None:
-        for gateway in self.gateways:
+        for gateway in (*self.gateways, *self._leaving):
             gateway.observe(facts, now)
+
+    def _added(self, place: int) -> Fact:
+        return ReplicaAdded(self._stations[place].id, self.fleet.told_prefill_rate(place))
 
     @property
     def _is_over(self) -> bool:
         """Nobody will be decided any more, whatever becomes known."""
-        return len(self.trips) == len(self._requests) and not any(gateway.waiting for gateway in self.gateways)
+        return len(self.trips) == len(self._requests) and not any(
+            gateway.waiting for gateway in (*self.gateways, *self._leaving)
+        )
+
+    def _probes(self) -> list[Fact]:
+        return [
+            ProbeAnswered(station.id, True)
+            if station.engine is not None
+            else ProbeAnswered(station.id, False, "connection refused")
+            for station in self._stations
+        ]
 
     def _probe(self, now: float) -> None:
-        facts: list[Fact] = []
-        for station in self._stations:
-            is_up = station.engine is not None
-            facts.append(ProbeAnswered(station.id, is_up, "" if is_up else "connection refused"))
-        self._timers.travel(now, partial(self._observe, facts))
+        self._timers.travel(now, partial(self._observe, self._probes()))
         if self.fleet.restart is not None and not self._is_over:
             self._timers.at(now + self.fleet.probe_seconds, self._probe)
 
@@ -256,7 +320,7 @@ class Simulator:
         """Everybody who is there is scraped at once."""
         if now >= self.fleet.scrape_fails_at:
             return
-        facts = [self._load_of(place, now) for place, one in enumerate(self._stations) if one.engine is not None]
+        facts = self._loads(now)
         tell = partial(self._observe, facts)
         if delay := self.fleet.scrape_delay_seconds:
             self._timers.at(now + delay, lambda now: self._timers.travel(now, tell))
@@ -264,6 +328,11 @@ class Simulator:
             self._timers.travel(now, tell)
         if self.fleet.scrape_seconds is not None and not self._is_over:
             self._timers.at(now + self.fleet.scrape_seconds, self._scrape)
+
+    def _loads(self, now: float) -> list[Fact]:
+        if now >= self.fleet.scrape_fails_at:
+            return []
+        return [self._load_of(place, now) for place, one in enumerate(self._stations) if one.engine is not None]
 
     def _load_of(self, place: int, now: float) -> Fact:
         station = self._stations[place]

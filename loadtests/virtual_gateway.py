@@ -119,6 +119,10 @@ class Gateway:
     def waiting(self) -> int:
         return len(self._at_door)
 
+    @property
+    def is_idle(self) -> bool:
+        return not self._at_door and not self.router.in_flight
+
     def observe(self, facts: Sequence[Fact], now: float) -> None:
         for fact in facts:
             self.router.observe(fact, now)

@@ -11,9 +11,9 @@ import pytest
 from gateway.cli import main
 from gateway.core.settings import POLICY_NAMES, RoutingSettings
 from loadtests.options import Options
-from loadtests.replay import plans_of, restart_of
+from loadtests.replay import Refused, plans_of, restart_of
 from loadtests.report import Plan, as_table, imbalance, quantile, replay
-from loadtests.simulator import Fleet, Restart
+from loadtests.simulator import Fleet, GatewayRestart, Restart, Sharing
 from loadtests.traces import Request, Synthetic, Trace, generator_named, synthetic, write
 
 SMALL = Fleet(replicas=4, cache_tokens=40_000)
@@ -317,3 +317,34 @@ def test_the_command_line_knows_closed_loops_and_several_gateways(capsys):
     )
     code, _, err = warmlane(capsys, *arguments, "--shared-state")
     assert (code, err) == (2, "warmlane: --shared-state: is for several --gateways\n")
+
+
+def test_the_command_line_knows_what_gateways_tell_each_other():
+    (plan,) = plans_of(
+        Options(gateways=4, shared_view=True, view_delay=0.5, view_loss=0.1, gateway_restart="0@10,3@20.5+4")
+    )
+    assert plan.fleet == Fleet(
+        gateways=4,
+        sharing=Sharing(0.5, 0.1),
+        gateway_restarts=(GatewayRestart(0, 10.0), GatewayRestart(3, 20.5, 4.0)),
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        (Options(shared_view=True), "--shared-view: is for several --gateways"),
+        (Options(gateways=2, shared_state=True, shared_view=True), "--shared-view: with --shared-state they know"),
+        (Options(gateways=2, view_delay=1.0), "--view-delay: is for --shared-view"),
+        (Options(gateways=2, view_loss=0.5), "--view-loss: is for --shared-view"),
+        (Options(gateways=2, shared_view=True, view_loss=1.5), "--view-loss: a share from 0 to 1"),
+        (Options(gateways=2, shared_view=True, view_delay=-1.0), "--view-delay: must be 0 or more"),
+        (Options(gateways=2, gateway_restart="2@10"), "--gateway-restart: there is no gateway 2: they are 0 to 1"),
+        (Options(gateways=2, gateway_restart="now"), "--gateway-restart: GATEWAY@SECONDS or GATEWAY@SECONDS+DOWN"),
+        (Options(gateways=2, shared_state=True, gateway_restart="1@10"), "--gateway-restart: with --shared-state"),
+    ],
+)
+def test_sharing_that_makes_no_sense_is_refused(options, complaint):
+    with pytest.raises(Refused) as refused:
+        plans_of(options)
+    assert str(refused.value).startswith(complaint)

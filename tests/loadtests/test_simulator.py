@@ -10,7 +10,7 @@ import pytest
 from gateway.core.model import LoadReported
 from gateway.core.settings import POLICY_NAMES, RoutingSettings
 from loadtests.fleet import answers_of
-from loadtests.simulator import Fleet, Restart, Simulator, Trip
+from loadtests.simulator import Fleet, GatewayRestart, Restart, Sharing, Simulator, Trip
 from loadtests.traces import Chats, Request, Synthetic, synthetic
 
 NEVER_SHED = RoutingSettings(max_waiting=1_000_000, max_wait_seconds=1e9)
@@ -327,6 +327,74 @@ def test_several_gateways_leave_nobody_behind() -> None:
         statistics = gateway.router.statistics(simulator.seconds)
         assert (statistics.in_flight, statistics.waiting) == (0, 0)
         assert statistics.started >= 100
+
+
+@pytest.mark.parametrize(
+    ("sharing", "predicted"),
+    [
+        (None, [0.0, 0.0, 2048.0, 2048.0]),
+        (Sharing(), [0.0, 2048.0, 2048.0, 2048.0]),
+        (Sharing(delay_seconds=0.8), [0.0, 2048.0, 2048.0, 2048.0]),
+        (Sharing(delay_seconds=1.0), [0.0, 0.0, 2048.0, 2048.0]),
+        (Sharing(loss=1.0), [0.0, 0.0, 2048.0, 2048.0]),
+    ],
+)
+def test_what_gateways_tell_each_other_is_known_after_a_round_and_the_delay(
+    sharing: Sharing | None, predicted: list[float]
+) -> None:
+    requests = [Request(float(at), 2048, 1, (1, 2, 3, 4)) for at in range(4)]
+    trips = run(requests, Fleet(1, gateways=2, sharing=sharing))
+    assert [trip.predicted_tokens for trip in trips] == predicted
+
+
+def test_gateways_that_share_know_what_the_others_keep_busy() -> None:
+    """Three prompts of ten seconds for three replicas, each through another gateway."""
+    requests = [Request(float(at), 200_000, 1, ()) for at in range(3)]
+    trips = run(requests, Fleet(3, gateways=3, sharing=Sharing(), scrape_seconds=None), hold=False)
+    assert sorted(trip.place for trip in trips) == [0, 1, 2]
+
+
+@pytest.mark.parametrize(("sharing", "known"), [(None, 0.0), (Sharing(), 2048.0)])
+def test_a_gateway_that_starts_again_knows_what_the_others_were_told(sharing: Sharing | None, known: float) -> None:
+    """The first prompt came to the gateway that is gone, and is in the stream."""
+    blocks = (1, 2, 3, 4)
+    requests = [Request(0.0, 2048, 1, blocks), Request(1.0, 2048, 1), Request(9.0, 2048, 1, blocks)]
+    restart = GatewayRestart(0, at=2.0, down_seconds=5.0)
+    trips = run(requests, Fleet(1, gateways=2, sharing=sharing, gateway_restarts=(restart,)))
+    assert trips[2].gateway is not trips[0].gateway
+    assert trips[2].gateway is not trips[1].gateway
+    assert trips[2].predicted_tokens == known
+
+
+def test_while_a_gateway_is_away_the_others_get_its_requests_and_it_ends_with_its_own() -> None:
+    requests = [Request(0.4 * number, 2048, 300) for number in range(10)]
+    simulator = Simulator(requests, Fleet(gateways=2, gateway_restarts=(GatewayRestart(0, 1.0, 2.0),)), NEVER_SHED)
+    first, second = simulator.gateways
+    trips = simulator.run()
+    assert all(trip.ended_at is not None for trip in trips)
+    assert {trip.gateway for trip in trips if 1.0 < trip.arrived_at < 3.0} == {second}
+    assert {trip.gateway for trip in trips if trip.arrived_at > 3.0} == {second, simulator.gateways[0]}
+    assert first.is_idle
+    assert max(trip.ended_at or 0.0 for trip in trips if trip.gateway is first) > 3.0
+
+
+def test_with_every_gateway_away_nobody_can_be_connected_to() -> None:
+    requests = [Request(float(at), 2048, 1) for at in range(3)]
+    trips = run(requests, Fleet(gateway_restarts=(GatewayRestart(0, 0.5, 1.0),)))
+    assert [trip.failed for trip in trips] == [False, True, False]
+
+
+def test_gateways_that_share_and_restart_leave_nobody_behind_and_repeat_themselves() -> None:
+    requests = synthetic(SYNTHETIC, 2).requests
+    restarts = tuple(GatewayRestart(place, 1.0 + 2.0 * place) for place in range(4))
+    fleet = Fleet(3, gateways=4, network_delay_seconds=0.01, sharing=Sharing(0.3, 0.1), gateway_restarts=restarts)
+    simulators = [Simulator(requests, fleet, NEVER_SHED, seed=1) for _ in range(2)]
+    first, second = (figures(simulator.run()) for simulator in simulators)
+    assert first == second
+    assert all(ended is not None for _, _, _, ended, _ in first)
+    for gateway in simulators[0].gateways:
+        assert gateway.is_idle
+        assert gateway.router.statistics(simulators[0].seconds).started
 
 
 def test_each_replica_may_be_told_another_rate() -> None:
