@@ -8,12 +8,9 @@ counts from then on, also for connections that are open, and one that cannot be 
 from __future__ import annotations
 
 import asyncio
-import errno
 import hmac
 import logging
-import os
 import secrets
-import stat
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
@@ -33,6 +30,7 @@ from gateway.keys import (
     read_keys,
 )
 from gateway.limits import Caller
+from gateway.regular_file import read_regular
 from gateway.secret import read_secret
 
 log = logging.getLogger(__name__)
@@ -122,15 +120,6 @@ class Access:
             caller = callers[digest] = known.get(key.name) or Caller(key, now)
             caller.renew(key, now)
         self._callers = callers
-
-
-def read_regular(file: Path) -> bytes:
-    """Content of a regular file. Raises `OSError` also for a pipe or a device: they may never end."""
-    descriptor = os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    with open(descriptor, "rb") as opened:
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise OSError(errno.EINVAL, "Not a regular file")
-        return opened.read()
 
 
 def configured_access(auth: Auth, environ: Mapping[str, str], clock: Callable[[], float]) -> Access | None:

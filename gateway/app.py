@@ -19,6 +19,7 @@ import sys
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from importlib.metadata import version
+from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -30,7 +31,8 @@ from fastapi.responses import JSONResponse, PlainTextResponse
 from gateway.access import configured_access, replica_key
 from gateway.admin import AdminListener, build_admin_api
 from gateway.admin_key import read_admin_key
-from gateway.config import Config, ConfigError
+from gateway.config import Config, ConfigError, endpoint, service_name
+from gateway.config import Discovery as DiscoveryConfig
 from gateway.core.model import Fact, HealthState, ModelCard, ReplicaId, ReplicaRemoved, RoutingError, UnknownModel
 from gateway.core.policy import policy_named
 from gateway.core.router import Router
@@ -46,8 +48,10 @@ from gateway.feeds.peers import Peers
 from gateway.feeds.probes import Probes, list_models
 from gateway.feeds.registry import Registry
 from gateway.feeds.replicas import Replicas
+from gateway.feeds.replicas_file import ReplicasFile
 from gateway.feeds.scrape import Scrape
 from gateway.feeds.sealing import RefusedFor
+from gateway.feeds.sources import Addresses, Source, resolve
 from gateway.feeds.token_counts import TokenCounts
 from gateway.isolation import CannotSalt
 from gateway.keys import Denied
@@ -128,8 +132,9 @@ class Gateway:
             self.replicas,
             self.observe,
             static={replica.url: replica.prefill_rate for replica in config.replicas},
-            dns=config.discovery.dns,
+            sources=self._sources(config.discovery),
             interval_seconds=config.discovery.interval_seconds,
+            longest_interval_seconds=config.discovery.longest_interval_seconds,
         )
         self.registry = Registry(
             Allowlist(config.admin.allow),
@@ -225,6 +230,29 @@ class Gateway:
             self.door.on_prompt = counts.note
             jobs.append(counts.run(client))
         return jobs
+
+    def _sources(self, discovery: DiscoveryConfig) -> list[Source]:
+        """Raises `ConfigError`."""
+        sources: list[Source] = []
+        if discovery.replicas_file is not None:
+            sources.append(ReplicasFile(Path(discovery.replicas_file), self.engines.say))
+        if (service := service_name(discovery.dns)) is not None:
+            from gateway.feeds.service_records import ServiceRecords  # the resolver takes 80 ms to import
+
+            server = None if discovery.nameserver is None else endpoint(discovery.nameserver)
+            sources.append(ServiceRecords(*service, self._standing, server))
+        elif discovery.dns is not None:
+            sources.append(Addresses(discovery.dns, resolve))
+        return sources
+
+    def _standing(self) -> dict[ReplicaId, bool | None]:
+        """Whether each replica can serve; `None` where that is not known yet."""
+        return {
+            one.replica: None
+            if one.health is HealthState.UNKNOWN and not one.draining
+            else one.health is HealthState.UP and not one.draining
+            for one in self.router.statistics(self.clock()).replicas
+        }
 
     def _peers(self) -> Peers:
         """Raises `ConfigError`."""

@@ -147,8 +147,8 @@ def serve(
 ) -> int:
     """Run the gateway in front of vLLM servers that are already there."""
     chosen = configured(config, replicas=replica or (), host=host, port=port, policy=policy)
-    if not chosen.replicas and chosen.discovery.dns is None and not chosen.admin.allow:
-        raise Refused("no replicas: give --replica URL, or [[replicas]] or [discovery] dns in the file")
+    if not chosen.replicas and not chosen.discovery.names_any and not chosen.admin.allow:
+        raise Refused("no replicas: give --replica URL, or [[replicas]] or [discovery] in the file")
     from gateway import app
     from gateway.listeners import StartError, heard_at
     from gateway.stderr_log import log_to_stderr

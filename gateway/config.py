@@ -91,12 +91,25 @@ class Replica(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Discovery(Struct, frozen=True, forbid_unknown_fields=True):
-    """`[discovery]`: replicas behind a DNS name, each address one replica (a headless Kubernetes service, say)."""
+    """`[discovery]`: replicas that come and go: behind a DNS name, or listed in a file (`gateway/feeds/sources.py`)."""
 
     dns: str | None = None
-    """URL whose host name is resolved, e.g. `http://vllm.default.svc:8000`."""
+    """URL whose host name is resolved, each address one replica (a headless Kubernetes service, say), e.g.
+    `http://vllm.default.svc:8000`. `srv://NAME` asks for service records, which bring their ports; with
+    `srv+https://NAME` the replicas speak TLS."""
+    nameserver: str | None = None
+    """`ADDRESS[:PORT]` that service records are asked of; not set: those of `/etc/resolv.conf`."""
+    replicas_file: str | None = None
+    """TOML with `[[replicas]]` as here; a change counts after `interval_seconds`."""
     interval_seconds: Seconds = 2.0
     """A look-up of a name costs next to nothing, and a replica that moved should be found within 5 s."""
+    longest_interval_seconds: Seconds = 5.0
+    """A service record that may be kept for longer (its TTL) is asked for again after it, but no later than this."""
+
+    @property
+    def names_any(self) -> bool:
+        """Replicas may come that the configuration does not list."""
+        return self.dns is not None or self.replicas_file is not None
 
 
 class Routing(Struct, frozen=True, forbid_unknown_fields=True):
@@ -271,6 +284,7 @@ FILES = {
     "upstream": ("ca_file", "api_key_file"),
     "admin": ("key_file",),
     "auth": ("keys_file",),
+    "discovery": ("replicas_file",),
 }
 """Keys whose values are paths, by table."""
 
@@ -287,16 +301,8 @@ def beside(path: Path, config: Config) -> Config:
 
 def checked(config: Config) -> Config:
     """The same configuration with normalised URLs. Raises `ConfigError` for a wrong URL, or what is listed twice."""
-    replicas = [msgspec.structs.replace(replica, url=replica_url(replica.url)) for replica in config.replicas]
-    seen: set[str] = set()
-    for replica in replicas:
-        url = replica.url.replace(".:", ":")  # a final dot hardly makes another server
-        if url in seen:
-            raise ConfigError(f"replicas: {url} is listed twice")
-        seen.add(url)
-    discovery = config.discovery
-    if discovery.dns is not None:
-        discovery = msgspec.structs.replace(discovery, dns=replica_url(discovery.dns, "discovery.dns"))
+    replicas = checked_replicas(config.replicas)
+    discovery = checked_discovery(config.discovery)
     if config.server.tls_key is not None and config.server.tls_certificate is None:
         raise ConfigError("server.tls_key: there is no server.tls_certificate that it belongs to")
     if config.server.max_bodies_mib < config.server.max_body_mib:
@@ -310,6 +316,49 @@ def checked(config: Config) -> Config:
     check_admin(config.admin)
     check_listeners(config.server, config.admin)
     return msgspec.structs.replace(config, replicas=replicas, discovery=discovery)
+
+
+def checked_replicas(listed: list[Replica]) -> list[Replica]:
+    """The same with normalised URLs. Raises `ConfigError` for a wrong one, or one that is listed twice."""
+    replicas = [msgspec.structs.replace(replica, url=replica_url(replica.url)) for replica in listed]
+    seen: set[str] = set()
+    for replica in replicas:
+        url = replica.url.replace(".:", ":")  # a final dot hardly makes another server
+        if url in seen:
+            raise ConfigError(f"replicas: {url} is listed twice")
+        seen.add(url)
+    return replicas
+
+
+def checked_discovery(discovery: Discovery) -> Discovery:
+    """Raises `ConfigError`."""
+    dns = discovery.dns
+    if discovery.nameserver is not None:
+        endpoint(discovery.nameserver)
+        if service_name(dns) is None:
+            raise ConfigError('discovery.nameserver: only service records are asked of it; set dns = "srv://NAME"')
+    if dns is not None and "srv" in dns.partition("://")[0]:
+        if service_name(dns) is None:
+            raise ConfigError(f"discovery.dns {dns!r}: expected srv://NAME or srv+https://NAME, without a port")
+    elif dns is not None:
+        dns = replica_url(dns, "discovery.dns")
+    return msgspec.structs.replace(discovery, dns=dns)
+
+
+def service_name(dns: str | None) -> tuple[str, str] | None:
+    """Scheme of the replicas, and the name whose service records say where they are; `None` for other URLs."""
+    prefix, _, name = (dns or "").partition("://")
+    scheme = SERVICE_SCHEMES.get(prefix)
+    return (scheme, name) if scheme is not None and is_host(name) and ":" not in name else None
+
+
+def endpoint(text: str) -> tuple[str, int]:
+    """Address and port of a name server. Raises `ConfigError`."""
+    try:
+        parts = urlsplit(f"//{text}")
+        return str(ipaddress.ip_address(parts.hostname or "")), parts.port or DNS_PORT
+    except ValueError as error:
+        raise ConfigError(f"discovery.nameserver {text!r}: expected ADDRESS[:PORT]") from error
 
 
 def check_admin(admin: Admin) -> None:
@@ -356,6 +405,8 @@ def policy_name(text: str) -> PolicyName:
 
 EVERYWHERE = frozenset(("0.0.0.0", "::", ""))
 DEFAULT_PORTS = {"http": 80, "https": 443}
+SERVICE_SCHEMES = {"srv": "http", "srv+https": "https"}
+DNS_PORT = 53
 _HOST = re.compile(r"[A-Za-z0-9_.:%-]+")
 _NAME = re.compile(r"([A-Za-z0-9_-]{1,63}\.)*[A-Za-z0-9_-]{1,63}\.?")
 

@@ -112,7 +112,7 @@ def run(config: Config, fleet: Fleet) -> int:
 async def run_together(config: Config, fleet: Fleet) -> int:
     asyncio.get_running_loop().set_exception_handler(report_unforeseen)
     needs_key = configured_access(config.auth, os.environ, time.monotonic) is not None
-    has_others = bool(config.replicas or config.discovery.dns or config.admin.allow)
+    has_others = bool(config.replicas or config.discovery.names_any or config.admin.allow)
     with StopSignals().heard() as signals, outlet(sys.stdout) as out:
 
         def on_hopeless() -> None:

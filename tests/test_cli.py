@@ -143,7 +143,7 @@ def bad_host(host: str) -> str:
     [
         (["fly"], "No such command 'fly'."),
         (["serve", "--zzz"], "No such option: --zzz"),
-        (["serve"], "no replicas: give --replica URL, or [[replicas]] or [discovery] dns in the file"),
+        (["serve"], "no replicas: give --replica URL, or [[replicas]] or [discovery] in the file"),
         (["serve", "--replica", "gpu-7"], "replica URL 'gpu-7': expected http://HOST[:PORT] or https://HOST[:PORT]"),
         (["serve", "--replica", "http://a", "--replica", "http://a/"], "replicas: http://a:80 is listed twice"),
         (

@@ -1,41 +1,28 @@
-"""Discovery: which replicas exist. The configured URLs always; the addresses behind one DNS name as the resolver says;
-those that are registered while the gateway runs (`registry.py`).
+"""Discovery: which replicas exist. The configured ones always; those that its sources name (`sources.py`: a DNS name, a
+service record, a file); those that are registered while the gateway runs (`registry.py`).
 
-Every interval each name is resolved again and the whole set is reconciled, so nothing depends on having seen a change.
-A resolver error keeps the last answer. A configured name whose address changed is another server now: it is removed and
-added, which forgets what it held and opens new connections. What an operator drains stays drained through that.
+Every look at a source reconciles the whole set, over all of them together: a replica that two name exists once, and
+goes when none names it any more. So nothing depends on having seen a change. A source that fails keeps its last answer.
+
+A name whose address changed is another server now: it is removed and added, which forgets what it held and opens new
+connections. What an operator drains stays drained through that.
 """
 
 from __future__ import annotations
 
 import asyncio
-import ipaddress
 import logging
-import socket
-from collections.abc import Awaitable, Callable, Iterable, Mapping
-from urllib.parse import urlsplit
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 
 from gateway.core.model import DrainRequested, Fact, ReplicaAdded, ReplicaId, ReplicaRemoved
-from gateway.feeds.replicas import Replicas, keep_running
+from gateway.feeds.replicas import Replicas, keep_running, watch_each
+from gateway.feeds.sources import Resolve, Source, SourceFailed, address_of, is_name, resolve
 
 log = logging.getLogger(__name__)
 
-Resolve = Callable[[str, int], Awaitable[frozenset[str]]]
-"""(host, port) -> addresses; raises `OSError` or `UnicodeError`."""
-
-
-async def resolve(host: str, port: int) -> frozenset[str]:
-    """Addresses of one family: a pod of a dual-stack service has two addresses, and must not count as two replicas."""
-    found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    for family in (socket.AF_INET, socket.AF_INET6):
-        addresses = frozenset(str(address[0]) for kind, _, _, _, address in found if kind == family)
-        if addresses:
-            return addresses
-    raise OSError(f"{host} has no address")
-
 
 class Discovery:
-    """`static`: replica URL -> known prefill rate or `None`. `dns`: URL of the name whose addresses are replicas."""
+    """`static`: replica URL -> known prefill rate or `None`."""
 
     def __init__(
         self,
@@ -43,44 +30,43 @@ class Discovery:
         observe: Callable[[Fact], None],
         *,
         static: Mapping[str, float | None],
-        dns: str | None = None,
+        sources: Sequence[Source] = (),
         interval_seconds: float = 5.0,
+        longest_interval_seconds: float = 5.0,
         resolve: Resolve = resolve,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
         self._replicas = replicas
         self._observe = observe
         self._static = {ReplicaId(url): rate for url, rate in static.items()}
-        self._dns = dns
+        self._named: dict[Source, Mapping[ReplicaId, float | None]] = {source: source.known for source in sources}
+        """What each source said last."""
         self._interval_seconds = interval_seconds
+        self._longest_interval_seconds = max(interval_seconds, longest_interval_seconds)
         self._resolve = resolve
         self._sleep = sleep
-        self._behind_dns: frozenset[ReplicaId] = frozenset()
-        self._registered: dict[ReplicaId, float | None] = {}
+        self._registered: Mapping[ReplicaId, float | None] = {}
         self._drained: set[ReplicaId] = set()
         self._returning: set[ReplicaId] = set()
         self._last_addresses: dict[ReplicaId, frozenset[str]] = {}
 
     async def run(self) -> None:
-        """Reports the configured replicas before its first wait, then follows the names until cancelled."""
+        """Reports the configured replicas before its first wait, then follows sources and names until cancelled."""
         self._reconcile()
         async with asyncio.TaskGroup() as group:
-            group.create_task(asyncio.Event().wait())  # without names to follow there is still nothing to return
-            for replica in self._static:
-                if _is_name(replica):
-                    group.create_task(keep_running(self._follow, replica))
-            if self._dns is not None:
-                group.create_task(keep_running(self._follow, ReplicaId(self._dns)))
+            group.create_task(watch_each(self._replicas, self._follow, only=is_name))
+            for source in self._named:
+                group.create_task(keep_running(self._look, source))
 
     def is_configured(self, replica: ReplicaId) -> bool:
-        """Whether the file, or the name in it, says that it exists."""
-        return replica in self._static or replica in self._behind_dns
+        """Whether the configuration, or what it points to, says that it exists."""
+        return replica in self._static or any(replica in named for named in self._named.values())
 
     def source(self, replica: ReplicaId) -> str:
-        """Who says that it exists: `configured`, `dns` or `registered`."""
+        """Who says that it exists: `configured`, `dns`, `file` or `registered`."""
         if replica in self._static:
             return "configured"
-        return "dns" if replica in self._behind_dns else "registered"
+        return next((source.label for source, named in self._named.items() if replica in named), "registered")
 
     def note_registered(self, rates: Mapping[ReplicaId, float | None]) -> None:
         """These are registered now, and no others."""
@@ -108,10 +94,30 @@ class Discovery:
         """When it goes now, it is to come back."""
         self._returning.add(replica)
 
-    async def _follow(self, url: ReplicaId) -> None:
-        """A task for each name: a resolver that hangs on one must not delay the others."""
-        host, port = _address(url)
-        note = self._note_static if url in self._static else self._note_dns
+    async def _look(self, source: Source) -> None:
+        """A task for each source: one that hangs must not delay the others."""
+        said: set[str] = set()
+        """Problems since it last worked: each is said once."""
+        while True:
+            wait = self._interval_seconds
+            try:
+                found = await source.look()
+            except SourceFailed as error:
+                if str(error) not in said:
+                    log.warning("%s: %s; its last replicas stay", source.place, error)
+                said.add(str(error))
+            else:
+                if said:
+                    log.info("%s works again", source.place)
+                said.clear()
+                self._named[source] = found.replicas
+                self._reconcile()
+                wait = min(max(wait, found.good_for_seconds), self._longest_interval_seconds)
+            await self._sleep(wait)
+
+    async def _follow(self, replica: ReplicaId) -> None:
+        """... and for each name."""
+        host, port = address_of(replica)
         failing = False
         while True:
             try:
@@ -124,16 +130,10 @@ class Discovery:
                 if failing:
                     log.info("%s resolves again", host)
                 failing = False
-                note(url, addresses)
+                self._note_addresses(replica, addresses)
             await self._sleep(self._interval_seconds)
 
-    def _note_dns(self, url: ReplicaId, addresses: frozenset[str]) -> None:
-        _, port = _address(url)
-        scheme = urlsplit(url).scheme
-        self._behind_dns = frozenset(ReplicaId(f"{scheme}://{bracketed(one)}:{port}") for one in addresses)
-        self._reconcile()
-
-    def _note_static(self, replica: ReplicaId, addresses: frozenset[str]) -> None:
+    def _note_addresses(self, replica: ReplicaId, addresses: frozenset[str]) -> None:
         """Moved means that no old address is left: one more address behind the same name changes nothing."""
         before = self._last_addresses.get(replica)
         self._last_addresses[replica] = addresses
@@ -141,8 +141,17 @@ class Discovery:
             log.info("%s moved from %s to %s", replica, ", ".join(sorted(before)), ", ".join(sorted(addresses)))
             self._apply(removed=[replica], added=[replica])
 
+    def _wanted(self) -> dict[ReplicaId, float | None]:
+        """All that exist, with the first rate that anybody knows."""
+        wanted: dict[ReplicaId, float | None] = {}
+        for named in (self._static, *self._named.values(), self._registered):
+            for replica, rate in named.items():
+                if wanted.get(replica) is None:
+                    wanted[replica] = rate
+        return wanted
+
     def _reconcile(self) -> None:
-        wanted = dict.fromkeys([*self._static, *sorted(self._behind_dns), *self._registered])
+        wanted = self._wanted()
         self._apply(
             removed=[replica for replica in self._replicas if replica not in wanted],
             added=[replica for replica in wanted if replica not in self._replicas],
@@ -155,27 +164,11 @@ class Discovery:
         self._replicas.update(removed=removed, added=added)
         for replica in removed:
             self._observe(ReplicaRemoved(replica, returns=replica in added or replica in self._returning))
+            if replica not in added:
+                self._last_addresses.pop(replica, None)
         self._returning.difference_update(added)
+        wanted = self._wanted()
         for replica in added:
-            self._observe(ReplicaAdded(replica, self._static.get(replica, self._registered.get(replica))))
+            self._observe(ReplicaAdded(replica, wanted[replica]))
             if replica in self._drained:
                 self._observe(DrainRequested(replica))
-
-
-def _address(url: str) -> tuple[str, int]:
-    parts = urlsplit(url)
-    return parts.hostname or "", parts.port or (443 if parts.scheme == "https" else 80)
-
-
-def bracketed(address: str) -> str:
-    return f"[{address}]" if ":" in address else address
-
-
-def _is_name(url: str) -> bool:
-    """Whether the host can change its address. `localhost` cannot."""
-    host, _ = _address(url)
-    try:
-        ipaddress.ip_address(host)
-    except ValueError:
-        return host != "localhost"
-    return False

@@ -49,14 +49,18 @@ class Engines:
     def __init__(self, said: Mapping[ReplicaId, Said] | None = None, *, isolated: bool = False) -> None:
         """`isolated`: tenants are kept apart by `cache_salt`, so whoever does not know that is to be told of."""
         self._said = dict(said or {})
+        self._listed: dict[ReplicaId, Said] = {}
         self._isolated = isolated
         self._found: dict[ReplicaId, tuple[Sign, Dialect]] = {}
-        for replica, one in self._said.items():
-            if one.engine is not None:
-                self._check_isolation(replica, DIALECTS[one.engine])
+        self._check_said(self._said)
 
     def __repr__(self) -> str:
         return f"Engines({', '.join(f'{replica}: {one.engine}' for replica, (_, one) in self._found.items())})"
+
+    def say(self, listed: Mapping[ReplicaId, Said]) -> None:
+        """What a list says that may change; it replaces what was said here before. The configuration knows better."""
+        self._check_said({replica: one for replica, one in listed.items() if self._listed.get(replica) != one})
+        self._listed = dict(listed)
 
     def dialect(self, replica: ReplicaId) -> Dialect:
         if (engine := self._known(replica).engine) is not None:
@@ -107,7 +111,7 @@ class Engines:
             self._check_isolation(replica, PLAIN)
 
     def _known(self, replica: ReplicaId) -> Said:
-        return self._said.get(replica, NOTHING)
+        return self._said.get(replica) or self._listed.get(replica, NOTHING)
 
     def _hear(self, replica: ReplicaId, sign: Sign, dialect: Dialect | None) -> None:
         if dialect is None or self._known(replica).engine is not None:
@@ -122,6 +126,11 @@ class Engines:
         if found is not None or dialect.engine != "vllm":  # vLLM is what one expects
             log.info("%s runs %s", replica, dialect.engine)
         self._check_isolation(replica, dialect)
+
+    def _check_said(self, said: Mapping[ReplicaId, Said]) -> None:
+        for replica, one in said.items():
+            if one.engine is not None:
+                self._check_isolation(replica, DIALECTS[one.engine])
 
     def _check_isolation(self, replica: ReplicaId, dialect: Dialect) -> None:
         if self._isolated and not dialect.salts:

@@ -24,8 +24,8 @@ from urllib.parse import urlsplit
 
 from gateway.core.model import Fact, ModelCard, ModelsListed, ReplicaId, ReplicaRemoved
 from gateway.feeds.addresses import Allowlist, Forbidden
-from gateway.feeds.discovery import Resolve, bracketed, resolve
 from gateway.feeds.fetch import FetchFailed
+from gateway.feeds.sources import Resolve, address_of, replica_at, resolve
 
 log = logging.getLogger(__name__)
 
@@ -223,16 +223,15 @@ class Registry:
 
     async def _addresses(self, url: ReplicaId) -> list[ReplicaId]:
         """The replicas that a registered URL stands for. Raises `Forbidden`, and what the resolver does."""
-        parts = urlsplit(url)
-        host = parts.hostname or ""
-        port = parts.port or (443 if parts.scheme == "https" else 80)
+        scheme = urlsplit(url).scheme
+        host, port = address_of(url)
         async with asyncio.timeout(RESOLVE_SECONDS):
             addresses = sorted(await self._resolve(host, port))
         for address in addresses:
             self._allowlist.check(address)
-        if parts.scheme == "https":
+        if scheme == "https":
             return [url]
-        return [ReplicaId(f"{parts.scheme}://{bracketed(address)}:{port}") for address in addresses[:MAX_REPLICAS]]
+        return [replica_at(scheme, address, port) for address in addresses[:MAX_REPLICAS]]
 
     async def _ask(self, replica: ReplicaId, candidate: Candidate) -> None:
         try:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Iterable, Iterator
+from typing import TypeVar
 
 from gateway.core.model import ReplicaId
 
@@ -18,6 +19,7 @@ RESTART_SECONDS = 1.0
 """A feed that stumbles over the unforeseen starts again after this, slowly enough not to fill the log."""
 
 Incarnation = tuple[ReplicaId, int]
+Subject = TypeVar("Subject")
 
 
 class Replicas:
@@ -60,13 +62,17 @@ class Replicas:
         self._changed = asyncio.Event()
 
 
-async def watch_each(replicas: Replicas, watch: Callable[[ReplicaId], Awaitable[None]]) -> None:
+async def watch_each(
+    replicas: Replicas,
+    watch: Callable[[ReplicaId], Awaitable[None]],
+    only: Callable[[ReplicaId], bool] = lambda replica: True,
+) -> None:
     """Run `watch(replica)` as one task for each replica, as long as it is in the set. Ends only when cancelled."""
     tasks: dict[Incarnation, asyncio.Future[None]] = {}
     try:
         while True:
             changed = replicas.changed
-            current = replicas.incarnations
+            current = {one for one in replicas.incarnations if only(one[0])}
             for incarnation in tasks.keys() - current:
                 tasks.pop(incarnation).cancel()
             for incarnation in current - tasks.keys():
@@ -78,11 +84,11 @@ async def watch_each(replicas: Replicas, watch: Callable[[ReplicaId], Awaitable[
         await asyncio.gather(*tasks.values(), return_exceptions=True)
 
 
-async def keep_running(work: Callable[[ReplicaId], Awaitable[None]], replica: ReplicaId) -> None:
-    """The top of a feed's task: `work(replica)` for ever. What it did not foresee is logged, and it begins anew."""
+async def keep_running(work: Callable[[Subject], Awaitable[None]], subject: Subject) -> None:
+    """The top of a feed's task: `work(subject)` for ever. What it did not foresee is logged, and it begins anew."""
     while True:
         try:
-            await work(replica)
+            await work(subject)
         except Exception:
-            log.exception("a feed of %s stumbled and starts again", replica)
+            log.exception("a feed of %s stumbled and starts again", subject)
         await asyncio.sleep(RESTART_SECONDS)

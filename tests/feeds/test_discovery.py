@@ -9,8 +9,9 @@ import pytest
 from scripted_replica import wait_until
 
 from gateway.core.model import ReplicaAdded, ReplicaRemoved
-from gateway.feeds.discovery import Discovery, resolve
+from gateway.feeds.discovery import Discovery
 from gateway.feeds.replicas import Replicas
+from gateway.feeds.sources import Addresses, resolve
 
 
 class Names:
@@ -26,6 +27,9 @@ class Names:
         if host in self.failing:
             raise OSError(-2, "Name or service not known")
         return frozenset(self.addresses[host])
+
+    def source(self) -> Addresses:
+        return Addresses("http://vllm:8000", self.resolve)
 
     async def sleep(self, seconds: float) -> None:
         assert seconds == 5.0
@@ -55,11 +59,7 @@ async def test_configured_replicas_are_reported_with_their_rate_before_anything_
 
 async def test_follows_the_addresses_behind_a_name(replicas, facts, running):
     names = Names(vllm={"10.0.0.1", "10.0.0.2"})
-    running(
-        Discovery(
-            replicas, facts.append, static={}, dns="http://vllm:8000", resolve=names.resolve, sleep=names.sleep
-        ).run()
-    )
+    running(Discovery(replicas, facts.append, static={}, sources=[names.source()], sleep=names.sleep).run())
     await wait_until(lambda: names.rounds == 1)
     assert facts == [ReplicaAdded("http://10.0.0.1:8000"), ReplicaAdded("http://10.0.0.2:8000")]
 
@@ -74,11 +74,7 @@ async def test_follows_the_addresses_behind_a_name(replicas, facts, running):
 
 async def test_a_resolver_error_keeps_the_last_answer_and_is_logged_once(replicas, facts, running, caplog):
     names = Names(vllm={"10.0.0.1"})
-    running(
-        Discovery(
-            replicas, facts.append, static={}, dns="http://vllm:8000", resolve=names.resolve, sleep=names.sleep
-        ).run()
-    )
+    running(Discovery(replicas, facts.append, static={}, sources=[names.source()], sleep=names.sleep).run())
     await wait_until(lambda: names.rounds == 1)
     with caplog.at_level(logging.INFO, logger="gateway.feeds.discovery"):
         names.failing.add("vllm")
@@ -134,8 +130,7 @@ async def test_a_replica_that_is_configured_stays_when_the_name_drops_its_addres
         replicas,
         facts.append,
         static={"http://10.0.0.1:8000": None},
-        dns="http://vllm:8000",
-        resolve=names.resolve,
+        sources=[names.source()],
         sleep=names.sleep,
     )
     running(discovery.run())
@@ -159,7 +154,7 @@ async def test_a_resolver_that_hangs_on_one_name_does_not_delay_another(replicas
         replicas,
         facts.append,
         static={"http://gpu:8000": None},
-        dns="http://vllm:8000",
+        sources=[names.source()],
         resolve=hang_for_gpu,
         sleep=names.sleep,
     )
