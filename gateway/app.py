@@ -33,7 +33,17 @@ from gateway.admin import AdminListener, build_admin_api
 from gateway.admin_key import read_admin_key
 from gateway.config import Config, ConfigError, endpoint, service_name
 from gateway.config import Discovery as DiscoveryConfig
-from gateway.core.model import Fact, HealthState, ModelCard, ReplicaId, ReplicaRemoved, RoutingError, UnknownModel
+from gateway.config import Server as ServerConfig
+from gateway.core.model import (
+    Decision,
+    Fact,
+    HealthState,
+    ModelCard,
+    ReplicaId,
+    ReplicaRemoved,
+    RoutingError,
+    UnknownModel,
+)
 from gateway.core.policy import policy_named
 from gateway.core.router import Router
 from gateway.dashboard.live import Live
@@ -71,7 +81,9 @@ from gateway.proxy.guard import guarded
 from gateway.proxy.handshakes import accepting
 from gateway.proxy.sweep import sweep
 from gateway.proxy.upstream import Header
+from gateway.request_log import RequestRecord
 from gateway.responses import refuse_as_openai_does, response_of, with_body
+from gateway.rotated_file import RotatedFile
 from gateway.shadow import Shadows
 from gateway.stderr_log import report_failure, report_unforeseen
 from gateway.stop_signals import StopSignals
@@ -102,6 +114,7 @@ class Gateway:
         self.router = Router(settings, seed=secrets.randbits(32))
         self.telemetry = Telemetry(
             log=sys.stdout.buffer if config.server.log == "json" else None,
+            decision_log=decision_log(config.server),
             log_blocks=config.server.log_blocks,
             router=self.router,
             tasks=lambda: len(asyncio.all_tasks(loop)),
@@ -150,8 +163,22 @@ class Gateway:
         self.view = FleetView(self.router, self.discovery, self.registry, self.engines)
         policy = config.routing.policy
         self.live = Live(self.router, self.telemetry, self.engines, self.clock, policy, lambda: self.draining)
-        if config.server.dashboard:
-            self.door.on_flight = self.live.decisions.note
+        self.door.on_flight = self._on_flight()
+
+    def _on_flight(self) -> Callable[[RequestRecord, Decision], None] | None:
+        """Who hears of decisions."""
+        ring = self.live.decisions.note if self.config.server.dashboard else None
+        if self.config.server.decision_log_file is None:
+            return ring
+        note = self.telemetry.decided
+        if ring is None:
+            return note
+
+        def both(record: RequestRecord, decision: Decision) -> None:
+            ring(record, decision)
+            note(record, decision)
+
+        return both
 
     @property
     def draining(self) -> bool:
@@ -545,6 +572,18 @@ async def end_what_is_left(server: uvicorn.Server) -> None:
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def decision_log(server: ServerConfig) -> RotatedFile | None:
+    """Raises `ConfigError`."""
+    if server.decision_log_file is None:
+        return None
+    try:
+        return RotatedFile(
+            server.decision_log_file, max_bytes=server.decision_log_mib * 2**20, files=server.decision_log_kept
+        )
+    except OSError as error:
+        raise ConfigError(f"server.decision_log_file: {server.decision_log_file}: {error.strerror}") from error
 
 
 def own_certificate(config: Config) -> Certificate | None:

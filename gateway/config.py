@@ -74,6 +74,13 @@ class Server(Struct, frozen=True, forbid_unknown_fields=True):
     """One JSON record for each request on stdout, without prompt text."""
     log_blocks: bool = False
     """Records also say which earlier request had the same first prefix blocks, so that a replay repeats it."""
+    decision_log_file: str | None = None
+    """File that gets one JSON record for each request that was sent to a replica: as in the log, and with the costs of
+    the candidates. `warmlane replay --trace` reads it."""
+    decision_log_mib: Annotated[int, Meta(ge=1, le=65_536)] = 64
+    """It is rotated at this size: some 35,000 requests of a fleet of four."""
+    decision_log_kept: Annotated[int, Meta(ge=1, le=1_000)] = 5
+    """So many files are kept, the one being written too."""
     dashboard: bool = True
     """The live page, its stream and the ring of decisions; without it none of their paths is there."""
 
@@ -280,7 +287,7 @@ def load(path: Path) -> Config:
 
 
 FILES = {
-    "server": ("tls_certificate", "tls_key"),
+    "server": ("tls_certificate", "tls_key", "decision_log_file"),
     "upstream": ("ca_file", "api_key_file"),
     "admin": ("key_file",),
     "auth": ("keys_file",),

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from typing import BinaryIO
+from typing import Any, Protocol
 
 import msgspec
 
@@ -70,6 +70,8 @@ class RequestRecord(msgspec.Struct, gc=False):
     response_bytes: int = 0
     prefix: PrefixRecord | msgspec.UnsetType = msgspec.UNSET
     """With `[server] log_blocks`, of requests that have a prompt."""
+    decisions: list[dict[str, Any]] | msgspec.UnsetType = msgspec.UNSET
+    """In the decision log only: one row for each flight, as `rankings.decision_row` makes them."""
 
     def started(self, decision: Decision) -> None:
         """A flight begins. A retry overwrites the decision before it."""
@@ -81,10 +83,18 @@ class RequestRecord(msgspec.Struct, gc=False):
         self.cached_tokens_predicted = decision.cached_tokens
 
 
+class Lines(Protocol):
+    """Where records go."""
+
+    def write(self, lines: bytes, /) -> object: ...
+
+    def flush(self) -> None: ...
+
+
 class RequestLog:
     """Writes records to `stream`, one line each. Its thread starts with the first flush and ends with `close`."""
 
-    def __init__(self, stream: BinaryIO) -> None:
+    def __init__(self, stream: Lines) -> None:
         self.lost = 0
         """Records that could not be written."""
         self._stream = stream

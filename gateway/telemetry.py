@@ -12,14 +12,16 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib.metadata import version
-from typing import Any, BinaryIO, Literal, Protocol
+from typing import Any, Literal, Protocol
 
+import msgspec
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from gateway.core.admission import ShedReason
 from gateway.core.model import (
+    Decision,
     HealthState,
     Outcome,
     ReplicaId,
@@ -29,7 +31,8 @@ from gateway.core.model import (
 )
 from gateway.core.sharing import REPORT_SECONDS
 from gateway.prefix_log import PrefixLog
-from gateway.request_log import RequestLog, RequestRecord
+from gateway.rankings import decision_row
+from gateway.request_log import Lines, RequestLog, RequestRecord
 from gateway.series import (
     DURATION_BOUNDS,
     ERROR_BOUNDS,
@@ -130,6 +133,9 @@ TENANT_TOKENS = Family("counter", "warmlane_tenant_tokens_total", "Tokens that r
 REQUEST_BYTES = Family("counter", "warmlane_request_bytes_total", "Bytes of request bodies.")
 RESPONSE_BYTES = Family("counter", "warmlane_response_bytes_total", "Bytes of answers relayed.")
 LOG_RECORDS_LOST = Family("counter", "warmlane_log_records_lost_total", "Log records that nobody read in time.")
+DECISION_RECORDS_LOST = Family(
+    "counter", "warmlane_decision_records_lost_total", "Records of the decision log that could not be written."
+)
 LOOP_LAG_SECONDS = Family(
     "histogram", "warmlane_loop_lag_seconds", "How late the event loop was, looked at regularly.", (), LAG_BOUNDS
 )
@@ -202,6 +208,7 @@ FAMILIES: tuple[Family, ...] = (
     REQUEST_BYTES,
     RESPONSE_BYTES,
     LOG_RECORDS_LOST,
+    DECISION_RECORDS_LOST,
     LOOP_LAG_SECONDS,
     HELD_BYTES,
     TASKS,
@@ -244,7 +251,8 @@ class Telemetry(Collector):
         self,
         *,
         router: StatisticsSource,
-        log: BinaryIO | None,
+        log: Lines | None,
+        decision_log: Lines | None = None,
         log_blocks: bool = False,
         tasks: Callable[[], int] = lambda: 0,
         held_bytes: Callable[[], int] = lambda: 0,
@@ -254,7 +262,9 @@ class Telemetry(Collector):
         self._router = router
         self.workers: WorkersSource | None = None
         self._log = RequestLog(log) if log is not None else None
-        self._prefixes = PrefixLog() if log is not None and log_blocks else None
+        self._decision_log = RequestLog(decision_log) if decision_log is not None else None
+        self._logs = [one for one in (self._log, self._decision_log) if one is not None]
+        self._prefixes = PrefixLog() if self._logs and log_blocks else None
         self._tasks = tasks
         self._held_bytes = held_bytes
         self._clock = clock
@@ -308,9 +318,24 @@ class Telemetry(Collector):
         elif record.shed:
             refusal = (self._tenant_label(record.tenant), record.shed)
             self._shed[refusal] = self._shed.get(refusal, 0) + 1
+        if self._logs:
+            self._write(record)
+
+    def decided(self, record: RequestRecord, decision: Decision) -> None:
+        """Note a flight's decision for the decision log."""
+        if record.decisions is msgspec.UNSET:
+            record.decisions = []
+        record.decisions.append(decision_row(decision))
+
+    def _write(self, record: RequestRecord) -> None:
+        """To each log its own: decisions are many times as long as the rest."""
+        record.time = self._wall_clock()
+        decisions, record.decisions = record.decisions, msgspec.UNSET
         if self._log is not None:
-            record.time = self._wall_clock()
             self._log.add(record)
+        if self._decision_log is not None and decisions is not msgspec.UNSET:
+            record.decisions = decisions
+            self._decision_log.add(record)
 
     def key_refused(self, tenant: str, reason: str) -> None:
         """A request was ruled out by its key; `tenant` is empty when the key was not known."""
@@ -388,13 +413,13 @@ class Telemetry(Collector):
 
     def flush(self) -> None:
         """Pass the log records on. To be called several times a second."""
-        if self._log is not None:
-            self._log.flush()
+        for log in self._logs:
+            log.flush()
 
     def close(self) -> None:
         """The end: pass the last log records on and wait a moment for them to be written."""
-        if self._log is not None:
-            self._log.close()
+        for log in self._logs:
+            log.close()
 
     # -- bounded labels
 
@@ -474,6 +499,8 @@ class Telemetry(Collector):
         yield _counter(REQUEST_BYTES, {(): self._request_bytes})
         yield _counter(RESPONSE_BYTES, {(): self._response_bytes})
         yield _counter(LOG_RECORDS_LOST, {(): self._log.lost if self._log is not None else 0})
+        decision_log = self._decision_log
+        yield _counter(DECISION_RECORDS_LOST, {(): decision_log.lost if decision_log is not None else 0})
         yield _histogram(LOOP_LAG_SECONDS, {(): self._loop_lag})
         yield _gauge_family(HELD_BYTES, [((), self._held_bytes())])
         yield _gauge_family(TASKS, [((), self._tasks())])

@@ -10,12 +10,13 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from gateway.admin_key import AdminKey
-from gateway.core.model import Cost, Decision, ReplicaStatistics, ReplicaView
+from gateway.core.model import Decision, ReplicaStatistics
 from gateway.core.router import Router
 from gateway.feeds.discovery import Discovery
 from gateway.feeds.engines import Engines
 from gateway.feeds.registry import Registration, Registry
 from gateway.proxy.errors import AdminKeyRequired, NotOpen
+from gateway.rankings import ranked_rows
 
 
 class Viewers:
@@ -119,22 +120,6 @@ def explained(decision: Decision) -> dict[str, Any]:
         "replica": decision.replica,
         "ranking": ranked_rows(decision.ranking),
     }
-
-
-def ranked_rows(ranking: Iterable[tuple[ReplicaView, Cost]]) -> list[dict[str, Any]]:
-    return [
-        {
-            "replica": view.replica,
-            "total_seconds": cost.total,
-            "parts": dict(cost.parts),
-            "prompt_tokens": round(view.prompt_tokens),
-            "cached_tokens": round(view.cached_tokens),
-            "pending_tokens": round(view.pending_tokens),
-            "in_flight": view.in_flight,
-            "kv_usage": view.kv_usage,
-        }
-        for view, cost in ranking
-    ]
 
 
 def is_loopback(host: str) -> bool:

@@ -114,9 +114,12 @@ def test_every_label_value_is_documented():
 
 
 def test_every_field_of_the_log_is_documented_and_no_other():
-    section = METRICS.partition("## The request log")[2]
+    section, _, decisions = METRICS.partition("## The request log")[2].partition("## The decision log")
     documented = [name for row in rows(section) for name in names(row[0])]
-    assert sorted(documented) == sorted(RequestRecord.__struct_fields__)
+    assert sorted([*documented, "decisions"]) == sorted(RequestRecord.__struct_fields__)
+    assert sorted(name for row in rows(decisions) for name in names(row[0])) == sorted(
+        ("policy", "reason", "replica", "candidates", "ranking")
+    )
 
 
 def test_every_command_is_in_the_readme():

@@ -10,16 +10,12 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-from gateway.core.model import Cost, Decision, ReplicaView
+from gateway.core.model import Decision
+from gateway.rankings import Ranking, ranked_rows, shortened
 from gateway.request_log import RequestRecord, clean
-from gateway.views import ranked_rows
 
 KEPT = 200
 """Some minutes of a calm fleet; a megabyte or two of a large one."""
-CANDIDATES = 8
-"""The best of each decision: beyond them nobody reads, and 64 for each would be 16 MB."""
-
-Ranking = tuple[tuple[ReplicaView, Cost], ...]
 
 
 class Entry(NamedTuple):
@@ -52,10 +48,8 @@ class Decisions:
 
     def note(self, record: RequestRecord, decision: Decision) -> None:
         self.last += 1
-        ranking, reason = decision.ranking, decision.reason.value
-        total = len(ranking)
-        if total > CANDIDATES:
-            ranking = shortened(ranking)
+        ranking, reason = shortened(decision.ranking), decision.reason.value
+        total = len(decision.ranking)
         self._ring.append(
             Entry(self.last, self._wall_clock(), record, record.attempts, decision.policy, reason, ranking, total)
         )
@@ -66,12 +60,6 @@ class Decisions:
             if entry.number <= after:
                 return
             yield entry
-
-
-def shortened(ranking: Ranking) -> Ranking:
-    """The best, and whoever holds most of the prompt: who reads why it was not taken must see it."""
-    best = ranking[: CANDIDATES - 1]
-    return *best, max(ranking[CANDIDATES - 1 :], key=lambda one: one[0].cached_tokens)
 
 
 def shown(entry: Entry) -> dict[str, Any]:

@@ -6,7 +6,8 @@ import json
 from random import Random
 
 from gateway.core.model import Outcome
-from gateway.dashboard.decisions import CANDIDATES, KEPT, Decisions, ended, shown
+from gateway.dashboard.decisions import KEPT, Decisions, ended, shown
+from gateway.rankings import CANDIDATES
 from gateway.request_log import RequestRecord
 from tests.core.fleet import Fleet, ask, text
 
