@@ -50,6 +50,9 @@ from gateway.dashboard.live import Live
 from gateway.dashboard.site import add_dashboard, for_browsers
 from gateway.descriptors import raise_limit, within_descriptors
 from gateway.feeds.addresses import Allowlist
+from gateway.feeds.announced import Announced
+from gateway.feeds.announcements import REFUSALS
+from gateway.feeds.announcer import Announcer
 from gateway.feeds.background import Background
 from gateway.feeds.discovery import Discovery
 from gateway.feeds.engines import Engines, Said
@@ -160,6 +163,7 @@ class Gateway:
         self.admin_key = read_admin_key(config.admin, os.environ)
         self.viewers = Viewers(config.server.host, self.admin_key)
         self.peers = self._peers() if config.redis.url is not None else None
+        self.announced = self._announced() if config.discovery.redis else None
         self.view = FleetView(self.router, self.discovery, self.registry, self.engines)
         policy = config.routing.policy
         self.live = Live(self.router, self.telemetry, self.engines, self.clock, policy, lambda: self.draining)
@@ -252,6 +256,8 @@ class Gateway:
             jobs.append(background.run(client))
         if self.config.admin.allow:
             jobs.append(self.registry.run())
+        if self.announced is not None:
+            jobs.append(self.announced.run())
         if feeds.tokenize and policy_named(self.config.routing.policy).reads_cache:
             counts = TokenCounts(self.observe, self.engines)
             self.door.on_prompt = counts.note
@@ -300,6 +306,23 @@ class Gateway:
             )
         except ValueError as error:
             raise ConfigError("redis.url: is not understood by the Redis client") from error
+
+    def _announced(self) -> Announced:
+        """Raises `ConfigError`."""
+        redis = self.config.redis
+        secret = os.environ.get(redis.secret_env, "")
+        if not secret:
+            raise ConfigError(f"discovery.redis: whoever writes there could add replicas; set ${redis.secret_env}")
+        return Announced(
+            self.registry.take_announced,
+            lambda url: any(self._standing().get(one) for one in self.registry.addresses(url)),
+            self.telemetry.announcements(REFUSALS),
+            url=redis.url or "",
+            fleet=redis.name,
+            secret=secret.encode("utf-8", "surrogateescape"),
+            interval_seconds=self.config.discovery.interval_seconds,
+            clock=self.clock,
+        )
 
     async def _list_models(self, replica: ReplicaId) -> tuple[ModelCard, ...]:
         """What a replica that is not known yet serves."""
@@ -504,9 +527,10 @@ async def serve_until(
     *,
     on_ready: Callable[[str], None] | None = None,
     workers: Supervisor | None = None,
+    announcer: Announcer | None = None,
 ) -> int:
     """`serve`, for whoever hears the signals. `workers` are started once all that can be wrong with the configuration
-    is known; they outlive this call."""
+    is known; they outlive this call. The `announcer` tells other gateways of them."""
     config = within_descriptors(config, raise_limit())
     loop = asyncio.get_running_loop()
     certificate = own_certificate(config)
@@ -529,7 +553,7 @@ async def serve_until(
         if workers is not None:
             gateway.telemetry.workers = workers
             gateway.view.names = workers.names
-            workers.start(OwnReplicas(gateway.router, gateway.discovery, gateway.registry, gateway.clock))
+            workers.start(OwnReplicas(gateway.router, gateway.discovery, gateway.registry, gateway.clock, announcer))
         await server.serve(sockets=[sock])
         gateway.door.stopping = True
         if gateway.door.gate.close():

@@ -63,6 +63,15 @@ ModelName = Annotated[
 ExtraFlags = Annotated[
     list[str] | None, typer.Argument(metavar="-- FLAG", help="More flags of the engine; they beat the preset's.")
 ]
+Register = Annotated[
+    str | None,
+    typer.Option(
+        "--register",
+        metavar="REDIS",
+        envvar="WARMLANE_REGISTER",
+        help="Redis in which gateways look for replicas (redis://HOST). Needs the secret of the fleet.",
+    ),
+]
 GatewayUrl = Annotated[str, typer.Option("--url", metavar="URL", help="The gateway, e.g. http://127.0.0.1:8000.")]
 AdminUrl = Annotated[str, typer.Option("--url", metavar="URL", help="Its admin listener, e.g. http://127.0.0.1:8001.")]
 KeyVariable = Annotated[
@@ -183,11 +192,13 @@ def up(
     vllm: VllmPath = None,
     vllm_version: VllmVersion = None,
     model: ModelName = None,
+    register: Register = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the replicas' commands, run nothing.")] = False,
     extra: ExtraFlags = None,
 ) -> int:
     """Run replicas and the gateway together; Ctrl-C stops all."""
     chosen = configured(config, host=host, port=port)
+    from gateway import registering
     from gateway import up as together
     from gateway.stderr_log import log_to_stderr
     from workers.launch import LaunchError, Request
@@ -197,7 +208,11 @@ def up(
     request = Request(preset, profile, vllm, vllm_version, model, tuple(extra or ()), must_run=not dry_run)
     try:
         fleet = together.plan_fleet(request, replicas)
-        return together.print_dry_run(fleet) if dry_run else together.run(chosen, fleet)
+        if dry_run:
+            return together.print_dry_run(fleet)
+        redis = chosen.redis
+        announcer = None if register is None else registering.announcer(register, redis.name, redis.secret_env)
+        return together.run(chosen, fleet, announcer)
     except (PresetError, LaunchError) as error:
         raise Refused(str(error)) from error
 
@@ -332,6 +347,14 @@ def replica(
     vllm: VllmPath = None,
     vllm_version: VllmVersion = None,
     model: ModelName = None,
+    register: Register = None,
+    register_as: Annotated[
+        str | None,
+        typer.Option("--register-as", metavar="URL", help="Where gateways reach it; not said: its own address."),
+    ] = None,
+    fleet: Annotated[
+        str, typer.Option("--fleet", metavar="NAME", help="Of the gateways: their [redis] name.")
+    ] = "warmlane",
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the command line, run nothing.")] = False,
     extra: ExtraFlags = None,
 ) -> int:
@@ -339,8 +362,16 @@ def replica(
     from workers.launch import Request, run_replica
 
     check_host(host)
+    presence = None
+    if register is not None and not dry_run:
+        from gateway import registering
+        from gateway.stderr_log import log_to_stderr
+
+        log_to_stderr()
+        announcer = registering.announcer(register, fleet)
+        presence = registering.Registered(announcer, registering.announced_url(host, port, register, register_as))
     request = Request(preset, profile, vllm, vllm_version, model, tuple(extra or ()), must_run=not dry_run)
-    return run_replica(request, host=host, port=port)
+    return run_replica(request, host=host, port=port, presence=presence)
 
 
 def replay(options: Options) -> int:

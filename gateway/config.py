@@ -108,6 +108,9 @@ class Discovery(Struct, frozen=True, forbid_unknown_fields=True):
     """`ADDRESS[:PORT]` that service records are asked of; not set: those of `/etc/resolv.conf`."""
     replicas_file: str | None = None
     """TOML with `[[replicas]]` as here; a change counts after `interval_seconds`."""
+    redis: bool = False
+    """Take in replicas that announce themselves in the Redis of `[redis]` (`warmlane replica --register`), from the
+    networks of `[admin] allow`."""
     interval_seconds: Seconds = 2.0
     """A look-up of a name costs next to nothing, and a replica that moved should be found within 5 s."""
     longest_interval_seconds: Seconds = 5.0
@@ -116,7 +119,7 @@ class Discovery(Struct, frozen=True, forbid_unknown_fields=True):
     @property
     def names_any(self) -> bool:
         """Replicas may come that the configuration does not list."""
-        return self.dns is not None or self.replicas_file is not None
+        return self.redis or self.dns is not None or self.replicas_file is not None
 
 
 class Routing(Struct, frozen=True, forbid_unknown_fields=True):
@@ -320,7 +323,11 @@ def checked(config: Config) -> Config:
         raise ConfigError("workers.first_back_off_seconds: is above longest_back_off_seconds")
     if config.redis.url is not None:
         check_redis(config.redis.url)
-    check_admin(config.admin)
+    if discovery.redis and config.redis.url is None:
+        raise ConfigError("discovery.redis: there is no Redis to look at; set redis.url")
+    if discovery.redis and not config.admin.allow:
+        raise ConfigError("discovery.redis: no network is allowed; set admin.allow")
+    check_admin(config.admin, discovery.redis)
     check_listeners(config.server, config.admin)
     return msgspec.structs.replace(config, replicas=replicas, discovery=discovery)
 
@@ -368,14 +375,17 @@ def endpoint(text: str) -> tuple[str, int]:
         raise ConfigError(f"discovery.nameserver {text!r}: expected ADDRESS[:PORT]") from error
 
 
-def check_admin(admin: Admin) -> None:
+def check_admin(admin: Admin, announced: bool) -> None:
     """Raises `ConfigError`: who changes the fleet needs a key, and networks are networks."""
     if admin.key_env is not None and admin.key_file is not None:
         raise ConfigError("admin.key_file: there is a key_env already; one key, one place")
     if admin.port is not None and admin.key_env is None and admin.key_file is None:
         raise ConfigError("admin.port: changes of state need a key; set admin.key_env or admin.key_file")
-    if admin.allow and admin.port is None:
-        raise ConfigError("admin.allow: registrations come in on a listener of their own; set admin.port")
+    if admin.allow and admin.port is None and not announced:
+        raise ConfigError(
+            "admin.allow: registrations come in on a listener of their own, or through Redis; "
+            "set admin.port or discovery.redis"
+        )
     for position, network in enumerate(admin.allow):
         try:
             ipaddress.ip_network(network)
@@ -383,16 +393,16 @@ def check_admin(admin: Admin) -> None:
             raise ConfigError(f"admin.allow[{position}]: {error}") from error
 
 
-def check_redis(url: str) -> None:
+def check_redis(url: str, called: str = "redis.url") -> None:
     """Raises `ConfigError`, without the URL: it may hold a password."""
     try:
         parts = urlsplit(url)
         if parts.scheme not in ("redis", "rediss", "unix"):
-            raise ConfigError("redis.url: begins with redis://, rediss:// or unix://")
+            raise ConfigError(f"{called}: begins with redis://, rediss:// or unix://")
         if not (parts.path if parts.scheme == "unix" else parts.hostname) or parts.port == 0:
-            raise ConfigError("redis.url: names no server")
+            raise ConfigError(f"{called}: names no server")
     except ValueError as error:
-        raise ConfigError("redis.url: is no URL") from error
+        raise ConfigError(f"{called}: is no URL") from error
 
 
 def check_listeners(server: Server, admin: Admin) -> None:

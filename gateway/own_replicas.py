@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 from gateway.core.model import HealthState, ReplicaId, ReplicaStatistics
 from gateway.core.router import Router
+from gateway.feeds.announcer import Announcer
 from gateway.feeds.discovery import Discovery
 from gateway.feeds.registry import Registry
 
@@ -16,11 +17,21 @@ from gateway.feeds.registry import Registry
 class OwnReplicas:
     """`workers.traffic.Traffic` over the gateway's objects."""
 
-    def __init__(self, router: Router, discovery: Discovery, registry: Registry, clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        router: Router,
+        discovery: Discovery,
+        registry: Registry,
+        clock: Callable[[], float],
+        announcer: Announcer | None = None,
+    ) -> None:
+        """`announcer` tells other gateways."""
         self._router = router
         self._discovery = discovery
         self._registry = registry
         self._clock = clock
+        self._announcer = announcer
+        self._rates: dict[str, float | None] = {}
         self._drained_here: set[ReplicaId] = set()
         """For a restart; the others an operator drained, and they stay so."""
         self._stay_drained: set[ReplicaId] = set()
@@ -28,6 +39,8 @@ class OwnReplicas:
     def join(self, url: str, prefill_rate: float | None) -> None:
         replica = ReplicaId(url)
         self._registry.adopt(replica, prefill_rate)
+        self._rates[url] = prefill_rate
+        self._announce(url, True)
         if replica in self._stay_drained:
             self._stay_drained.discard(replica)
             self._discovery.drain(replica, True)
@@ -39,12 +52,14 @@ class OwnReplicas:
         self._drained_here.discard(replica)
         self._discovery.expect_back(replica)
         self._registry.let_go(replica)
+        self._announce(url, False)
 
     def drain(self, url: str, draining: bool) -> None:
         replica = ReplicaId(url)
         if not self._discovery.is_drained(replica):
             self._drained_here.add(replica)
         self._discovery.drain(replica, draining)
+        self._announce(url, not draining)
 
     def requests(self, url: str) -> int:
         found = self._find(url)
@@ -68,6 +83,14 @@ class OwnReplicas:
 
     def cached_seconds(self, url: str) -> float:
         return self._router.cached_seconds(self._clock()).get(ReplicaId(url), 0.0)
+
+    def _announce(self, url: str, is_there: bool) -> None:
+        if self._announcer is None:
+            return
+        if is_there:
+            self._announcer.announce(url, self._rates.get(url))
+        else:
+            self._announcer.withdraw(url)
 
     def _replicas(self) -> tuple[ReplicaStatistics, ...]:
         return self._router.statistics(self._clock()).replicas

@@ -93,6 +93,16 @@ class CachedTokens:
         self.predicted = self.reported = 0
 
 
+class AnnouncementSeries:
+    """Replicas that announce themselves (`gateway.feeds.announced`)."""
+
+    __slots__ = ("failing", "refused")
+
+    def __init__(self, refusals: Iterable[str]) -> None:
+        self.failing = False
+        self.refused: dict[tuple[str], int] = {(reason,): 0 for reason in refusals}
+
+
 class PeerSeries:
     """What is shared with other gateways (`gateway.feeds.peers`)."""
 

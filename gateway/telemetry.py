@@ -41,6 +41,7 @@ from gateway.series import (
     REGRET_BOUNDS,
     TTFT_BOUNDS,
     WAIT_BOUNDS,
+    AnnouncementSeries,
     CachedTokens,
     Histogram,
     ModelSeries,
@@ -154,6 +155,12 @@ PEER_ENTRIES_REFUSED = Family(
     "counter", "warmlane_peer_entries_refused_total", "Entries that no gateway of ours made so.", ("reason",)
 )
 PEER_FAILURES = Family("counter", "warmlane_peer_failures_total", "Rounds with Redis that failed.")
+ANNOUNCEMENTS_CONNECTED = Family(
+    "gauge", "warmlane_announcements_connected", "1 while announcements of replicas can be read."
+)
+ANNOUNCEMENTS_REFUSED = Family(
+    "counter", "warmlane_announcements_refused_total", "Announcements that no replica of ours made so.", ("reason",)
+)
 REPLICA_STATE = Family("gauge", "warmlane_replica_state", "1 for the state it is in.", ("replica", "state"))
 WORKERS = Family("gauge", "warmlane_workers", "Replicas that this process runs itself.", ("state",))
 WORKER_STARTS = Family("counter", "warmlane_worker_starts_total", "Starts of each of them.", ("replica",))
@@ -223,6 +230,8 @@ FAMILIES: tuple[Family, ...] = (
     PEER_ENTRIES,
     PEER_ENTRIES_REFUSED,
     PEER_FAILURES,
+    ANNOUNCEMENTS_CONNECTED,
+    ANNOUNCEMENTS_REFUSED,
     REPLICA_STATE,
     WORKERS,
     WORKER_STARTS,
@@ -281,6 +290,7 @@ class Telemetry(Collector):
         self._prediction_error = Histogram(ERROR_BOUNDS)
         self._shadows: list[ShadowSeries] = []
         self._peers: PeerSeries | None = None
+        self._announcements: AnnouncementSeries | None = None
         self._attempts: dict[tuple[ReplicaId, str], int] = defaultdict(int)
         self._replays: dict[tuple[str], int] = defaultdict(int)
         self._replays_refused = 0
@@ -411,6 +421,11 @@ class Telemetry(Collector):
         self._peers = PeerSeries(refusals)
         return self._peers
 
+    def announcements(self, refusals: Iterable[str]) -> AnnouncementSeries:
+        """The same of replicas that announce themselves."""
+        self._announcements = AnnouncementSeries(refusals)
+        return self._announcements
+
     def flush(self) -> None:
         """Pass the log records on. To be called several times a second."""
         for log in self._logs:
@@ -470,6 +485,9 @@ class Telemetry(Collector):
         yield from self._prediction_families()
         yield from self._shadow_families()
         yield from _peer_families(self._peers, self._clock())
+        announced = self._announcements  # without them: no samples
+        yield _gauge_family(ANNOUNCEMENTS_CONNECTED, [] if announced is None else [((), float(not announced.failing))])
+        yield _counter(ANNOUNCEMENTS_REFUSED, {} if announced is None else announced.refused)
         yield from _router_families(statistics)
         yield from _replica_families(statistics.replicas)
         states, starts = (self.workers.states(), self.workers.starts()) if self.workers is not None else ({}, {})

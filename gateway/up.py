@@ -23,6 +23,7 @@ import uvloop
 from gateway import app
 from gateway.access import configured_access
 from gateway.config import Config, Workers
+from gateway.feeds.announcer import Announcer
 from gateway.listeners import StartError
 from gateway.outlet import outlet
 from gateway.stderr_log import report_unforeseen
@@ -72,12 +73,10 @@ def plan_fleet(request: Request, count: int | None) -> Fleet:
     notes = dict.fromkeys([*launch.notes, *(note for _, command in made for note in command.notes)])
     if launch.engine is not None and not request.must_run:
         notes[f"for {launch.engine}"] = None
-    measured = launch.preset.measured if request.model is None else []
-    rates = [one.prefill_tokens_per_second for one in measured if one.prefill_tokens_per_second is not None]
     return Fleet(
         workers=tuple(worker for worker, _ in made),
         model=launch.model_name,
-        prefill_rate=rates[0] if rates else None,
+        prefill_rate=launch.prefill_rate,
         ready_seconds=EMBEDDED_READY_SECONDS if embedded else VLLM_READY_SECONDS,
         is_verbatim=request.profile == "spec",
         is_embedded=embedded,
@@ -104,12 +103,13 @@ def free_ports(count: int) -> list[int]:
         return [one.getsockname()[1] for one in sockets]
 
 
-def run(config: Config, fleet: Fleet) -> int:
-    """Blocks until a signal stops it. Returns the exit code: 0 stopped, 1 something did not start."""
-    return uvloop.run(run_together(config, fleet))
+def run(config: Config, fleet: Fleet, announcer: Announcer | None = None) -> int:
+    """Blocks until a signal stops it. Returns the exit code: 0 stopped, 1 something did not start. `announcer`: tells
+    other gateways of the replicas."""
+    return uvloop.run(run_together(config, fleet, announcer))
 
 
-async def run_together(config: Config, fleet: Fleet) -> int:
+async def run_together(config: Config, fleet: Fleet, announcer: Announcer | None = None) -> int:
     asyncio.get_running_loop().set_exception_handler(report_unforeseen)
     needs_key = configured_access(config.auth, os.environ, time.monotonic) is not None
     has_others = bool(config.replicas or config.discovery.names_any or config.admin.allow)
@@ -133,8 +133,10 @@ async def run_together(config: Config, fleet: Fleet) -> int:
                 say(note)
             beside.append(asyncio.create_task(greet(url, fleet, supervisor, needs_key, page, signals, out)))
 
+        if announcer is not None:
+            beside.append(asyncio.create_task(announcer.run_until(signals.asked)))
         try:
-            await app.serve_until(signals, config, on_ready=on_ready, workers=supervisor)
+            await app.serve_until(signals, config, on_ready=on_ready, workers=supervisor, announcer=announcer)
         except StartError as error:
             print(f"warmlane: {error}", file=sys.stderr)
             return 1

@@ -156,6 +156,14 @@ def bad_host(host: str) -> str:
         (["up", "--host", "a b"], bad_host("a b")),
         (["up", "--preset", "embedded", "--", "foo"], "'foo' is not a flag: behind -- come flags of the engine"),
         (["up", "--preset", "abacus"], f"unknown preset 'abacus'; presets: {', '.join(presets.names())}"),
+        (
+            ["replica", "--preset", "embedded", "--register", "http://:secret@r"],
+            "--register: begins with redis://, rediss:// or unix://",
+        ),
+        (
+            ["replica", "--preset", "embedded", "--register", "redis://r"],
+            "--register: gateways take only what the fleet's secret made; set $WARMLANE_REDIS_SECRET",
+        ),
         (["route", "--url", "http://127.0.0.1:1", "/absent.json"], "/absent.json: No such file or directory"),
     ],
 )

@@ -132,6 +132,28 @@ def test_every_policy_of_the_core_can_be_configured():
             "discovery.dns 'vllm:8000': expected http://HOST[:PORT] or https://HOST[:PORT]",
         ),
         (
+            '[discovery]\ndns = "srv://_vllm._tcp.example:8000"',
+            "discovery.dns 'srv://_vllm._tcp.example:8000': expected srv://NAME or srv+https://NAME, without a port",
+        ),
+        (
+            '[discovery]\nnameserver = "127.0.0.1"',
+            'discovery.nameserver: only service records are asked of it; set dns = "srv://NAME"',
+        ),
+        (
+            '[discovery]\ndns = "srv://_vllm._tcp.example"\nnameserver = "ns.example"',
+            "discovery.nameserver 'ns.example': expected ADDRESS[:PORT]",
+        ),
+        ("[discovery]\nredis = true", "discovery.redis: there is no Redis to look at; set redis.url"),
+        (
+            '[discovery]\nredis = true\n[redis]\nurl = "redis://r"',
+            "discovery.redis: no network is allowed; set admin.allow",
+        ),
+        (
+            '[admin]\nallow = ["10.0.0.0/8"]',
+            "admin.allow: registrations come in on a listener of their own, or through Redis; "
+            "set admin.port or discovery.redis",
+        ),
+        (
             '[[replicas]]\nurl = "vllm:8000"',
             "replica URL 'vllm:8000': expected http://HOST[:PORT] or https://HOST[:PORT]",
         ),

@@ -86,6 +86,25 @@ def test_a_stand_in_serves_all_that_it_serves_and_is_not_drained(setting):
     assert setting.own.is_up(ONE)
 
 
+def test_other_gateways_hear_who_is_there(setting):
+    """Also that a restart is about to take one out, so that they send it nothing more."""
+    heard: list[tuple[object, ...]] = []
+
+    class Announcer:
+        def announce(self, url: str, prefill_rate: float | None) -> None:
+            heard.append((url, prefill_rate))
+
+        def withdraw(self, url: str) -> None:
+            heard.append((url, "gone"))
+
+    setting.own = OwnReplicas(setting.router, setting.discovery, setting.registry, lambda: setting.now, Announcer())
+    setting.up(ONE)
+    setting.own.drain(ONE, True)
+    setting.own.drain(ONE, False)
+    setting.own.leave(ONE)
+    assert heard == [(ONE, 128.0), (ONE, "gone"), (ONE, 128.0), (ONE, "gone")]
+
+
 def test_worth_is_the_prefill_of_what_nobody_else_holds(setting):
     setting.up(ONE)
     setting.up(TWO)

@@ -11,7 +11,8 @@ import os
 import shlex
 import signal
 import sys
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -124,6 +125,13 @@ class Launch:
         own = None if self.engine is None else preset.served_model_name
         return served_name(self.request.extra) or own or told or preset.model_name
 
+    @property
+    def prefill_rate(self) -> float | None:
+        """Uncached prompt tokens per second as the preset's were measured; unknown for another model."""
+        measured = self.preset.measured if self.request.model is None else []
+        rates = [one.prefill_tokens_per_second for one in measured]
+        return next((rate for rate in rates if rate is not None), None)
+
     def report(self, command: CommandLine, placement: Placement, name: str) -> StartReport | None:
         """`None` for the embedded replica, which measures nothing."""
         if self.engine is None:
@@ -225,10 +233,20 @@ def say(message: str) -> None:
     print(f"warmlane: {message}", file=sys.stderr, flush=True)
 
 
+Presence = Callable[[str, float | None], AbstractAsyncContextManager[None]]
+"""While it is entered others know of the replica: its URL here, and its prefill rate if known."""
+
+
 def run_replica(
-    request: Request, *, host: str = DEFAULT_HOST, port: int = DEFAULT_PORT, machine: Machine | None = None
+    request: Request,
+    *,
+    host: str = DEFAULT_HOST,
+    port: int = DEFAULT_PORT,
+    machine: Machine | None = None,
+    presence: Presence | None = None,
 ) -> int:
-    """Run one replica in the foreground until it ends or a signal stops it; returns the exit code.
+    """Run one replica in the foreground until it ends or a signal stops it; returns the exit code. `presence` is
+    entered when it is ready, and left before it is stopped.
 
     0: stopped by a signal, or printed the dry run. 2: cannot be done as asked, one line says why. 1: it failed.
     """
@@ -243,7 +261,7 @@ def run_replica(
         return 2
     for note in (*launch.notes, *command.notes):
         say(note)
-    return asyncio.run(run_in_foreground(worker))
+    return asyncio.run(run_in_foreground(worker, presence=presence, prefill_rate=launch.prefill_rate))
 
 
 def print_dry_run(launch: Launch, command: CommandLine) -> None:
@@ -253,7 +271,12 @@ def print_dry_run(launch: Launch, command: CommandLine) -> None:
         say(note)
 
 
-async def run_in_foreground(worker: Worker, ready_timeout: float = READY_TIMEOUT_SECONDS) -> int:
+async def run_in_foreground(
+    worker: Worker,
+    ready_timeout: float = READY_TIMEOUT_SECONDS,
+    presence: Presence | None = None,
+    prefill_rate: float | None = None,
+) -> int:
     """Exit code of a foreground command whose whole work is this worker. A second signal kills it at once."""
     stopping = asyncio.Event()
     killing = asyncio.Event()
@@ -266,7 +289,8 @@ async def run_in_foreground(worker: Worker, ready_timeout: float = READY_TIMEOUT
         loop.add_signal_handler(number, heed_signal)
     try:
         await worker.start()
-        await first_of(stopping.wait(), announce_and_wait(worker, ready_timeout))
+        present = nullcontext() if presence is None else presence(worker.url, prefill_rate)
+        await first_of(stopping.wait(), announce_and_wait(worker, ready_timeout, present))
     except WorkerFailed as error:
         print(f"warmlane: {error}", file=sys.stderr)
         return 1
@@ -281,10 +305,11 @@ async def run_in_foreground(worker: Worker, ready_timeout: float = READY_TIMEOUT
     return 1
 
 
-async def announce_and_wait(worker: Worker, ready_timeout: float) -> None:
+async def announce_and_wait(worker: Worker, ready_timeout: float, present: AbstractAsyncContextManager[None]) -> None:
     await worker.wait_ready(ready_timeout)
     print(f"warmlane: {worker.name} is ready at {worker.url}", file=sys.stderr)
-    await worker.wait()
+    async with present:
+        await worker.wait()
 
 
 async def first_of(*waits: Coroutine[object, object, object]) -> None:

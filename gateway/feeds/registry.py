@@ -24,6 +24,7 @@ from urllib.parse import urlsplit
 
 from gateway.core.model import Fact, ModelCard, ModelsListed, ReplicaId, ReplicaRemoved
 from gateway.feeds.addresses import Allowlist, Forbidden
+from gateway.feeds.announcements import Announcement
 from gateway.feeds.fetch import FetchFailed
 from gateway.feeds.sources import Resolve, address_of, replica_at, resolve
 
@@ -66,6 +67,10 @@ class Candidate:
 class Registration:
     url: ReplicaId
     prefill_rate: float | None = None
+    is_announced: bool = False
+    """By the replica itself, through Redis (`announcements.py`)."""
+    named: frozenset[str] = frozenset()
+    """Models that its registration names; empty where it names none."""
     expires_at: float | None = None
     problem: str = ""
     """Why none of its addresses is in; empty otherwise."""
@@ -103,15 +108,16 @@ class Registry:
         """Of those that ended, too: nobody takes a name over while its replica starts again."""
         self._asking = asyncio.Semaphore(MAX_ASKED)
         self._registrations: dict[ReplicaId, Registration] = {}
+        self._announced: dict[ReplicaId, Registration] = {}
         self._admitted: dict[ReplicaId, float | None] = {}
         self._listed: dict[ReplicaId, frozenset[str]] = {}
         """Models of every replica of the gateway, as the probes report them."""
 
     def __iter__(self) -> Iterator[Registration]:
-        return iter(tuple(self._registrations.values()))
+        return iter((*self._registrations.values(), *self._announced.values()))
 
     def __repr__(self) -> str:
-        return f"<Registry: {len(self._registrations)} registrations, {len(self._admitted)} replicas in>"
+        return f"<Registry: {len(tuple(self))} registrations, {len(self._admitted)} replicas in>"
 
     @property
     def own(self) -> frozenset[ReplicaId]:
@@ -157,6 +163,28 @@ class Registry:
         self._settle()
         return True
 
+    async def take_announced(self, announced: Mapping[ReplicaId, Announcement]) -> None:
+        """These announce themselves now, and no others. They are looked at as all others are."""
+        for url in self._announced.keys() - announced.keys():
+            del self._announced[url]
+            log.info("%s is not announced any more", url)
+        new = []
+        for url, one in announced.items():
+            registration = self._announced.get(url)
+            if registration is None and len(self._announced) < MAX_REGISTRATIONS:
+                registration = self._announced[url] = Registration(url, is_announced=True)
+                new.append(registration)
+                log.info("%s announces itself", url)
+            if registration is not None:
+                registration.prefill_rate, registration.named = one.prefill_rate, frozenset(one.models)
+        self._settle()
+        await asyncio.gather(*(self._examine(registration) for registration in new))
+
+    def addresses(self, url: ReplicaId) -> frozenset[ReplicaId]:
+        """The replicas that an announced URL stands for."""
+        registration = self._announced.get(url)
+        return frozenset() if registration is None else frozenset(registration.candidates)
+
     def adopt(self, replica: ReplicaId, prefill_rate: float | None = None) -> None:
         """This process runs it, and it is ready: in at once and unasked, whatever models it serves."""
         self._own[replica] = prefill_rate
@@ -179,7 +207,7 @@ class Registry:
 
     async def reconcile(self) -> None:
         now = self._clock()
-        for registration in self:
+        for registration in tuple(self._registrations.values()):
             if registration.expires_at is not None and registration.expires_at <= now:
                 log.info("the registration of %s was not renewed", registration.url)
                 del self._registrations[registration.url]
@@ -193,7 +221,7 @@ class Registry:
             self._listed[fact.replica] = frozenset(card.id for card in fact.models)
             if fact.replica in self._own:
                 self._own_models[fact.replica] = self._listed[fact.replica]
-            if self._registrations:
+            if self._registrations or self._announced:
                 self._settle()
         elif isinstance(fact, ReplicaRemoved):
             self._listed.pop(fact.replica, None)
@@ -254,42 +282,69 @@ class Registry:
         taken = {name for replica, names in self._listed.items() if self._is_configured(replica) for name in names}
         taken.update(*self._own_models.values())
         admitted: dict[ReplicaId, float | None] = dict(self._own)
-        for registration in self._registrations.values():
+        # Whoever announces himself has the fleet's secret: those take no names from each other.
+        for group in (*((one,) for one in self._registrations.values()), tuple(self._announced.values())):
             served: set[str] = set()
-            for replica, candidate in registration.candidates.items():
-                if replica in self._admitted and replica in self._listed:
-                    candidate.models = self._listed[replica]
-                if candidate.models is None and replica not in self._own:  # which is in, and so was not asked
-                    continue
-                self._judge(replica, candidate, taken, is_full=len(admitted) - len(self._own) >= MAX_REPLICAS)
-                if not candidate.problem:
-                    admitted[replica] = registration.prefill_rate
-                    served |= candidate.models or frozenset()
+            for registration in group:
+                self._let_in(registration, admitted, taken, served)
             taken |= served
         if admitted != self._admitted:
             self._admitted = admitted
             self._changed(dict(admitted))
 
+    def _let_in(
+        self,
+        registration: Registration,
+        admitted: dict[ReplicaId, float | None],
+        taken: set[str],
+        served: set[str],
+    ) -> None:
+        """Those of its addresses that nothing speaks against; what they serve goes into `served`."""
+        for replica, candidate in registration.candidates.items():
+            if replica in self._admitted and replica in self._listed:
+                candidate.models = self._listed[replica]
+            if candidate.models is None and replica not in self._own:  # which is in, and so was not asked
+                continue
+            problem = self._problem(replica, registration, candidate, taken, admitted)
+            self._note_verdict(replica, candidate, problem)
+            if not problem:
+                admitted[replica] = registration.prefill_rate
+                served |= candidate.models or frozenset()
+
     def _is_given(self, replica: ReplicaId) -> bool:
         """Nobody had to register it."""
         return replica in self._own or self._is_configured(replica)
 
-    def _judge(self, replica: ReplicaId, candidate: Candidate, taken: set[str], *, is_full: bool) -> None:
+    def _problem(
+        self,
+        replica: ReplicaId,
+        registration: Registration,
+        candidate: Candidate,
+        taken: set[str],
+        admitted: Mapping[ReplicaId, float | None],
+    ) -> str:
+        """Why it stays out; nothing where it may come in."""
         names = candidate.models or frozenset()
         claimed = sorted(names & taken) if not self._allow_existing_models else []
-        problem = ""
         if self._is_given(replica):
-            problem = "is configured already"
-        elif not names:
-            problem = "lists no model"
-        elif claimed:
-            problem = f"lists models that others serve: {shown(claimed)}"
-        elif is_full:
-            problem = f"is one too many: {MAX_REPLICAS} registered replicas are in"
+            return "is configured already"
+        if replica in admitted:
+            return "is registered already"
+        if not names:
+            return "lists no model"
+        if registration.named and names.isdisjoint(registration.named):
+            return f"lists none of the models that its registration names: {shown(sorted(registration.named))}"
+        if claimed:
+            return f"lists models that others serve: {shown(claimed)}"
+        if len(admitted) - len(self._own) >= MAX_REPLICAS:
+            return f"is one too many: {MAX_REPLICAS} registered replicas are in"
+        return ""
+
+    def _note_verdict(self, replica: ReplicaId, candidate: Candidate, problem: str) -> None:
         if problem and problem != candidate.problem:
             log.warning("%s stays out: it %s", replica, problem)
         elif not problem and candidate.problem:
-            log.info("%s comes in with %s", replica, shown(sorted(names)))
+            log.info("%s comes in with %s", replica, shown(sorted(candidate.models or ())))
         candidate.problem = problem
 
 

@@ -82,10 +82,10 @@ class Opener:
         self._senders: OrderedDict[bytes, tuple[AESGCM, int]] = OrderedDict()
         """The cipher of each sender that proved itself, and the number of its last message."""
 
-    def open(self, message: bytes) -> bytes:
-        """The content. Raises `Refused`."""
+    def open(self, message: bytes, expected: str | None = None) -> bytes:
+        """The content. `expected`: the sender in hex, where it is known. Raises `Refused`."""
         sender = sender_of(message)
-        if sender is None or len(message) > self._max_bytes:
+        if sender is None or len(message) > self._max_bytes or expected not in (None, sender.hex()):
             raise Refused(RefusedFor.MALFORMED)
         cipher, last = self._senders.get(sender) or (self._seal.cipher(sender), 0)
         head = message[:HEAD_BYTES]
