@@ -11,7 +11,6 @@ import asyncio
 import contextlib
 import logging
 import re
-import socket
 import ssl
 from collections.abc import AsyncIterator, Callable
 from typing import Any
@@ -23,12 +22,13 @@ from fastapi.responses import JSONResponse
 from uvicorn.server import ServerState
 
 from gateway.admin_key import AdminKey
+from gateway.changes import Drain, Register, Tell, Unregister, keep_to_oneself
 from gateway.config import ConfigError, Seconds, Server, TokensPerSecond, replica_url
 from gateway.config_errors import explained
 from gateway.core.model import ReplicaId
 from gateway.feeds.discovery import Discovery
 from gateway.feeds.registry import Refused, Registry
-from gateway.listeners import base_url
+from gateway.listeners import Doorway, base_url
 from gateway.proxy import asgi_client
 from gateway.proxy.body_budget import BodyBudget
 from gateway.proxy.control_connection import ControlConnection
@@ -98,8 +98,9 @@ def build_admin_api(
     view: FleetView,
     clock: Callable[[], float],
     workers: Supervisor | None = None,
+    tell: Tell = keep_to_oneself,
 ) -> Any:
-    """The ASGI application of the admin listener."""
+    """The ASGI application of the admin listener. `tell` hears of each change, for other processes to do the same."""
     api = FastAPI(title="Warmlane admin", docs_url=None, redoc_url=None, redirect_slashes=False)
     refuse_as_openai_does(api)
     bodies = BodyBudget(BACKLOG * MAX_BODY_BYTES)
@@ -109,14 +110,14 @@ def build_admin_api(
         """All replicas, what the loss of each would cost, and who is registered but stays out."""
         return JSONResponse(view.show_with_worth(clock()))
 
-    add_registrations(api, registry, view, bodies)
-    add_drains(api, discovery, view, clock)
+    add_registrations(api, registry, view, bodies, tell)
+    add_drains(api, discovery, view, clock, tell)
     if workers is not None:
         add_workers(api, workers, bodies)
     return guarded(api, key)
 
 
-def add_registrations(api: FastAPI, registry: Registry, view: FleetView, bodies: BodyBudget) -> None:
+def add_registrations(api: FastAPI, registry: Registry, view: FleetView, bodies: BodyBudget, tell: Tell) -> None:
     """Paths for replicas that come and go by themselves."""
 
     @api.post("/warmlane/replicas")
@@ -135,34 +136,38 @@ def add_registrations(api: FastAPI, registry: Registry, view: FleetView, bodies:
             return response_of(refused(400, "invalid_replica_url", WANTED_URL))
         except Refused as error:
             return response_of(refused(REFUSED[error.code], error.code, str(error)))
+        await tell(Register(url, wanted.prefill_rate, wanted.lease_seconds))
         return JSONResponse(view.show_registration(registration))
 
     @api.delete("/warmlane/replicas/{replica:path}")
     async def unregister(replica: str) -> Response:
         """Take a registration back. Requests that run there may finish."""
-        if not registry.unregister(named(replica)):
+        url = named(replica)
+        if not registry.unregister(url):
             return response_of(refused(404, "not_registered", f"Not registered: {replica}"))
+        await tell(Unregister(url))
         return Response(status_code=204)
 
 
-def add_drains(api: FastAPI, discovery: Discovery, view: FleetView, clock: Callable[[], float]) -> None:
+def add_drains(api: FastAPI, discovery: Discovery, view: FleetView, clock: Callable[[], float], tell: Tell) -> None:
     """Paths that decide which replicas get new requests."""
 
     @api.post("/warmlane/replicas/{replica:path}/drain")
     async def drain(replica: str) -> Response:
         """No new requests for this replica. Those that run there finish."""
-        return switch(replica, True)
+        return await switch(replica, True)
 
     @api.post("/warmlane/replicas/{replica:path}/undrain")
     async def undrain(replica: str) -> Response:
         """It gets requests again."""
-        return switch(replica, False)
+        return await switch(replica, False)
 
-    def switch(replica: str, draining: bool) -> Response:
+    async def switch(replica: str, draining: bool) -> Response:
         url = next((ReplicaId(url) for url, name in view.names.items() if name == replica), named(replica))
         if not discovery.drain(url, draining):
             return response_of(refused(404, "no_such_replica", unknown(replica, view, clock())))
         log.info("%s %s", url, "is drained: no new requests" if draining else "is not drained any more")
+        await tell(Drain(url, draining))
         return JSONResponse(view.show_replica(url, clock()))
 
 
@@ -243,16 +248,16 @@ def is_preflight(scope: Any) -> bool:
 
 
 class AdminListener:
-    """A bound socket, with the gateway's certificate unless only this machine can reach it."""
+    """Where it is reached, with the gateway's certificate unless only this machine can reach it."""
 
-    def __init__(self, sock: socket.socket, host: str, certificate: Certificate | None) -> None:
-        self._sock, self._host = sock, host
+    def __init__(self, doorway: Doorway, host: str, certificate: Certificate | None) -> None:
+        self._doorway, self._host = doorway, host
         self._tls = None if certificate is None or is_loopback(host) else certificate.context
         self._scheme = "http" if self._tls is None else "https"
 
     @property
     def url(self) -> str:
-        return base_url(self._sock, self._scheme)
+        return base_url(self._doorway.address, self._scheme)
 
     def origin(self, page_host: str) -> str:
         """As a browser reaches it that sees the gateway under this host (`Host` header): by the same name, unless it
@@ -263,17 +268,17 @@ class AdminListener:
         host = name[1]
         if not (self._host in ANY_ADDRESS or is_loopback(self._host)):
             host = f"[{self._host}]" if ":" in self._host else self._host
-        return f"{self._scheme}://{host}:{self._sock.getsockname()[1]}"
+        return f"{self._scheme}://{host}:{self._doorway.address[1]}"
 
     def running(self, api: Any, limits: Server) -> contextlib.AbstractAsyncContextManager[None]:
-        return listening(api, self._sock, limits, self._tls)
+        return listening(api, self._doorway, limits, self._tls)
 
 
 @contextlib.asynccontextmanager
 async def listening(
-    api: Any, sock: socket.socket, limits: Server, tls: ssl.SSLContext | None = None
+    api: Any, doorway: Doorway, limits: Server, tls: ssl.SSLContext | None = None
 ) -> AsyncIterator[None]:
-    """Serve `api` on a bound socket, beside the gateway's own server and with the same limits of time and size."""
+    """Serve `api` to who comes that way, beside the gateway's own server and with the same limits of time and size."""
     loop, state = asyncio.get_running_loop(), ServerState()
     config = uvicorn.Config(api, ws="none", lifespan="off", access_log=False, log_config=None, log_level="error")
 
@@ -283,12 +288,12 @@ async def listening(
         return ControlConnection(limits, places, config=config, server_state=state, app_state={}, _loop=loop)
 
     accepted = accepting(connection, tls, limits.header_timeout_seconds, places, state, loop)
-    server = await loop.create_server(accepted, sock=sock, backlog=BACKLOG)
+    door = await doorway.open(accepted, BACKLOG)
     sweeping = asyncio.create_task(sweep(state, loop))
     try:
         yield
     finally:
-        server.close()
+        door.close()
         sweeping.cancel()
         for one in list(state.connections):
             one.shutdown()

@@ -21,7 +21,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from importlib.metadata import version
 from pathlib import Path
 from random import Random
-from typing import Any
+from typing import Any, cast
 
 import uvicorn
 import uvloop
@@ -31,6 +31,7 @@ from fastapi.responses import JSONResponse, PlainTextResponse
 from gateway.access import configured_access, replica_key
 from gateway.admin import AdminListener, build_admin_api
 from gateway.admin_key import read_admin_key
+from gateway.changes import keep_to_oneself
 from gateway.config import Config, ConfigError, endpoint, service_name
 from gateway.config import Discovery as DiscoveryConfig
 from gateway.config import Server as ServerConfig
@@ -63,12 +64,12 @@ from gateway.feeds.registry import Registry
 from gateway.feeds.replicas import Replicas
 from gateway.feeds.replicas_file import ReplicasFile
 from gateway.feeds.scrape import Scrape
-from gateway.feeds.sealing import RefusedFor
+from gateway.feeds.sealing import SENDER_BYTES, RefusedFor
 from gateway.feeds.sources import Addresses, Source, resolve
 from gateway.feeds.token_counts import TokenCounts
 from gateway.isolation import CannotSalt
 from gateway.keys import Denied
-from gateway.listeners import BACKLOG, base_url, listen_all
+from gateway.listeners import BACKLOG, Bound, Doorway, base_url, listen_all
 from gateway.memory import tune_memory
 from gateway.model_list import caller_of, model_object, models_for
 from gateway.notices import Notices
@@ -87,6 +88,7 @@ from gateway.proxy.upstream import Header
 from gateway.request_log import RequestRecord
 from gateway.responses import refuse_as_openai_does, response_of, with_body
 from gateway.rotated_file import RotatedFile
+from gateway.several.member import Member, Parts
 from gateway.shadow import Shadows
 from gateway.stderr_log import report_failure, report_unforeseen
 from gateway.stop_signals import StopSignals
@@ -164,6 +166,8 @@ class Gateway:
         self.viewers = Viewers(config.server.host, self.admin_key)
         self.peers = self._peers() if config.redis.url is not None else None
         self.announced = self._announced() if config.discovery.redis else None
+        self.member: Member | None = None
+        """The way to the other processes, if this is one of several."""
         self.view = FleetView(self.router, self.discovery, self.registry, self.engines)
         policy = config.routing.policy
         self.live = Live(self.router, self.telemetry, self.engines, self.clock, policy, lambda: self.draining)
@@ -251,6 +255,8 @@ class Gateway:
         jobs = [self.discovery.run(), probes.run(), scrape.run()]
         if self.peers is not None:
             jobs.append(self.peers.run())
+        if self.member is not None:
+            jobs.append(self.member.run())
         if self.door.access is not None:
             background = self.door.background = Background(self.clock, self.telemetry.tokens_charged)
             jobs.append(background.run(client))
@@ -363,7 +369,8 @@ def build_api(gateway: Gateway, admin: AdminListener | None = None) -> FastAPI:
     @api.get("/metrics")
     async def metrics() -> Response:
         """Prometheus metrics."""
-        return Response(gateway.telemetry.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
+        page = gateway.telemetry.render() if gateway.member is None else await gateway.member.metrics()
+        return Response(page, media_type="text/plain; version=0.0.4; charset=utf-8")
 
     @api.get("/v1/models")
     async def models(request: Request) -> Response:
@@ -443,9 +450,16 @@ class Server(uvicorn.Server):
     announced delay, and gives running requests their grace; the second ends it. The exit code is 0."""
 
     def __init__(
-        self, config: uvicorn.Config, gateway: Gateway, on_ready: Callable[[], None], signals: StopSignals
+        self,
+        config: uvicorn.Config,
+        gateway: Gateway,
+        on_ready: Callable[[], None],
+        signals: StopSignals,
+        doorway: Doorway | None = None,
     ) -> None:
+        """`doorway`: where connections come from, if not from sockets that `serve` is given."""
         super().__init__(config)
+        self._doorway = doorway
         self._gateway = gateway
         self._signals = signals
         self._on_ready = on_ready
@@ -463,12 +477,13 @@ class Server(uvicorn.Server):
 
         limit = door.server.header_timeout_seconds
         accepted = accepting(connection, config.ssl, limit, door.places, state, loop)
-        self.servers = [await loop.create_server(accepted, sock=sock, backlog=config.backlog) for sock in sockets or ()]
+        doorways = [Bound(sock) for sock in sockets or ()] if self._doorway is None else [self._doorway]
+        self.servers = [cast(asyncio.Server, await one.open(accepted, config.backlog)) for one in doorways]
         self.started = True
         self._on_ready()
 
     async def on_tick(self, counter: int) -> bool:
-        if self._gateway.clock() >= self._close_at:
+        if self._gateway.clock() >= self._close_at or (self._doorway is not None and self._doorway.is_over):
             self.should_exit = True
         return await super().on_tick(counter)
 
@@ -487,12 +502,13 @@ class Server(uvicorn.Server):
         limits = self._gateway.config.server
         if self._gateway.draining:
             self.should_exit = self.force_exit = True
-        elif running := self._gateway.requests():
+        elif (running := self._gateway.requests()) and self._doorway is None:
             seconds = limits.drain_delay_seconds + limits.drain_seconds
             what = "1 request" if running == 1 else f"{running} requests"
             log.info("draining: %s running, up to %g s; again to stop now", what, seconds)
         self._gateway.door.draining = True
-        self._close_at = min(self._close_at, self._gateway.clock() + limits.drain_delay_seconds)
+        delay = limits.drain_delay_seconds if self._doorway is None else limits.drain_delay_seconds + BACKSTOP_SECONDS
+        self._close_at = min(self._close_at, self._gateway.clock() + delay)
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -509,9 +525,11 @@ async def admin_listener(
         yield
         return
     view, registry = gateway.view, gateway.registry
-    api = build_admin_api(gateway.admin_key, gateway.discovery, registry, view, gateway.clock, workers)
+    tell = keep_to_oneself if gateway.member is None else gateway.member.tell
+    api = build_admin_api(gateway.admin_key, gateway.discovery, registry, view, gateway.clock, workers, tell)
     async with listener.running(api, gateway.config.server):
-        log.info("admin listener on %s", listener.url)
+        if gateway.member is None:
+            log.info("admin listener on %s", listener.url)
         yield
 
 
@@ -528,38 +546,70 @@ async def serve_until(
     on_ready: Callable[[str], None] | None = None,
     workers: Supervisor | None = None,
     announcer: Announcer | None = None,
+    member: Member | None = None,
 ) -> int:
     """`serve`, for whoever hears the signals. `workers` are started once all that can be wrong with the configuration
-    is known; they outlive this call. The `announcer` tells other gateways of them."""
+    is known; they outlive this call. The `announcer` tells other gateways of them. `member`: this is one of several
+    processes, which gets its connections there."""
     config = within_descriptors(config, raise_limit())
     loop = asyncio.get_running_loop()
     certificate = own_certificate(config)
     gateway = Gateway(config, loop)
     if gateway.door.access is None and not is_loopback(config.server.host):
         log.warning("listening on %s without keys: whoever reaches it may use the replicas", config.server.host)
-    sock, admin_sock = listen_all(config)
-    admin = AdminListener(admin_sock, config.admin.host, certificate) if admin_sock is not None else None
-    server = Server(
-        http_settings(gateway, admin, certificate),
-        gateway,
-        lambda: on_ready(base_url(sock, "http" if certificate is None else "https")) if on_ready else None,
-        signals,
-    )
+    doorway, admin_doorway, sockets = doorways(config, member)
+    admin = AdminListener(admin_doorway, config.admin.host, certificate) if admin_doorway is not None else None
+    url = base_url(doorway.address, "http" if certificate is None else "https")
+    settings = http_settings(gateway, admin, certificate)
+    served_through = doorway if member is not None else None
+    server = Server(settings, gateway, lambda: on_ready(url) if on_ready else None, signals, served_through)
     tune_memory()
     beside = [sweep(server.server_state, loop)]
     if certificate is not None:
         beside.append(certificate.follow())
+    if member is not None:
+        join(member, gateway, lambda: len(server.server_state.connections))
     async with gateway.run_beside(*beside), admin_listener(gateway, admin, workers):
         if workers is not None:
             gateway.telemetry.workers = workers
             gateway.view.names = workers.names
             workers.start(OwnReplicas(gateway.router, gateway.discovery, gateway.registry, gateway.clock, announcer))
-        await server.serve(sockets=[sock])
+        await server.serve(sockets=sockets)
         gateway.door.stopping = True
         if gateway.door.gate.close():
             await asyncio.sleep(TOLD_SECONDS)
         await end_what_is_left(server)
+        if member is not None:
+            member.count()
     return 0 if server.started else 1
+
+
+def doorways(config: Config, member: Member | None) -> tuple[Doorway, Doorway | None, list[socket.socket]]:
+    """Where clients come in, where admins do, and the sockets of clients that are to be closed. Raises `StartError`."""
+    if member is not None:
+        return *member.doorways, []
+    sock, admin_sock = listen_all(config)
+    return Bound(sock), Bound(admin_sock) if admin_sock is not None else None, [sock]
+
+
+def join(member: Member, gateway: Gateway, connections: Callable[[], int]) -> None:
+    """The gateway becomes one of several."""
+    gateway.member = member
+    peers = gateway.peers
+    member.attach(
+        Parts(
+            gateway.router,
+            gateway.telemetry,
+            gateway.discovery,
+            gateway.registry,
+            on_heard=gateway.door.gate.release,
+            connections=connections,
+            requests=gateway.requests,
+            clock=gateway.clock,
+            name=secrets.token_bytes(SENDER_BYTES) if peers is None else peers.name,
+            siblings=set() if peers is None else peers.siblings,
+        )
+    )
 
 
 def http_settings(gateway: Gateway, admin: AdminListener | None, certificate: Certificate | None) -> uvicorn.Config:
@@ -614,6 +664,12 @@ def own_certificate(config: Config) -> Certificate | None:
     """Raises `ConfigError`."""
     file = config.server.tls_certificate
     return None if file is None else Certificate(file, config.server.tls_key)
+
+
+async def check(config: Config) -> None:
+    """Raises `ConfigError` for what a gateway would refuse."""
+    own_certificate(config)
+    Gateway(config, asyncio.get_running_loop()).telemetry.close()
 
 
 def run(config: Config, *, on_ready: Callable[[str], None] | None = None) -> int:

@@ -153,20 +153,31 @@ def serve(
     policy: Annotated[
         str | None, typer.Option("--policy", metavar="NAME", help=f"{', '.join(POLICY_NAMES)}; beats the file.")
     ] = None,
+    workers: Annotated[
+        int | None,
+        typer.Option("--workers", metavar="N", min=1, max=32, help="Processes that serve; beats the file."),
+    ] = None,
 ) -> int:
     """Run the gateway in front of vLLM servers that are already there."""
-    chosen = configured(config, replicas=replica or (), host=host, port=port, policy=policy)
+    chosen = configured(config, replicas=replica or (), host=host, port=port, policy=policy, workers=workers)
     if not chosen.replicas and not chosen.discovery.names_any and not chosen.admin.allow:
         raise Refused("no replicas: give --replica URL, or [[replicas]] or [discovery] in the file")
     from gateway import app
     from gateway.listeners import StartError, heard_at
     from gateway.stderr_log import log_to_stderr
 
+    processes = chosen.server.workers
+    several = f", {processes} workers" if processes > 1 else ""
+
     def on_ready(url: str) -> None:
-        say(f"listening on {heard_at(url, chosen.server.host)}, policy {chosen.routing.policy}")
+        say(f"listening on {heard_at(url, chosen.server.host)}, policy {chosen.routing.policy}{several}")
 
     log_to_stderr()
     try:
+        if processes > 1:
+            from gateway.several import parent
+
+            return parent.run(chosen, app.check, on_ready)
         return app.run(chosen, on_ready=on_ready)
     except StartError as error:
         raise Refused(str(error), FAILED) from error
@@ -205,6 +216,8 @@ def up(
     from workers.presets import PresetError
 
     log_to_stderr()
+    if chosen.server.workers > 1:
+        say("server.workers does not count here: with `up` one process serves")
     request = Request(preset, profile, vllm, vllm_version, model, tuple(extra or ()), must_run=not dry_run)
     try:
         fleet = together.plan_fleet(request, replicas)
@@ -450,6 +463,7 @@ def configured(
     host: str | None = None,
     port: int | None = None,
     policy: str | None = None,
+    workers: int | None = None,
 ) -> Config:
     """The configuration file, if any, with what the command line says instead. Raises `ConfigError`."""
     import msgspec
@@ -463,6 +477,7 @@ def configured(
         chosen.server,
         host=chosen.server.host if host is None else host,
         port=chosen.server.port if port is None else port,
+        workers=chosen.server.workers if workers is None else workers,
     )
     routing = chosen.routing
     if policy is not None:

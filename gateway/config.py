@@ -40,6 +40,9 @@ class Server(Struct, frozen=True, forbid_unknown_fields=True):
 
     host: str = "127.0.0.1"
     port: Annotated[int, Meta(ge=0, le=65_535)] = 8000
+    workers: Annotated[int, Meta(ge=1, le=32)] = 1
+    """Processes that serve, with one view (`gateway.several`). One is busy with some thousand requests a second; each
+    more wants a core of its own. Limits of this table, and of keys, count in each of them."""
     max_body_mib: Annotated[int, Meta(ge=1, le=4_096)] = 64
     """Larger request bodies get 413 unread. 64 MiB holds several base64 images."""
     max_bodies_mib: Annotated[int, Meta(ge=1)] = 1_024

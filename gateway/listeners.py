@@ -2,12 +2,46 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
+from collections.abc import Callable
+from typing import Protocol
 
 from gateway.config import Config
 
 BACKLOG = 4096
 """Connections the kernel keeps while the loop is busy: a burst of agents reconnecting must not be refused."""
+
+
+class Door(Protocol):
+    def close(self) -> None: ...
+
+    async def wait_closed(self) -> None: ...
+
+
+class Doorway(Protocol):
+    """Where connections come from. `is_over`: no more will come."""
+
+    @property
+    def address(self) -> tuple[str, int]: ...
+
+    @property
+    def is_over(self) -> bool: ...
+
+    async def open(self, protocol: Callable[[], asyncio.Protocol], backlog: int) -> Door: ...
+
+
+class Bound:
+    """A listening socket of this process."""
+
+    is_over = False
+
+    def __init__(self, sock: socket.socket) -> None:
+        self.address: tuple[str, int] = sock.getsockname()[:2]
+        self._sock = sock
+
+    async def open(self, protocol: Callable[[], asyncio.Protocol], backlog: int) -> Door:
+        return await asyncio.get_running_loop().create_server(protocol, sock=self._sock, backlog=backlog)
 
 
 class StartError(Exception):
@@ -49,8 +83,8 @@ def heard_at(url: str, host: str) -> str:
     return url if every is None else f"{scheme}://{every}:{port}"
 
 
-def base_url(sock: socket.socket, scheme: str = "http") -> str:
+def base_url(address: tuple[str, int], scheme: str = "http") -> str:
     """One that can be called from here."""
-    host, port = sock.getsockname()[:2]
+    host, port = address
     host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)
     return f"{scheme}://{host}:{port}"

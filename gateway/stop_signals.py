@@ -28,11 +28,14 @@ class StopSignals:
         if self._heed is not None:
             self._heed()
 
+    def signalled(self) -> None:
+        self.ask()
+
     @contextlib.contextmanager
     def heard(self) -> Iterator[StopSignals]:
         loop = asyncio.get_running_loop()
         for number in NUMBERS:
-            loop.add_signal_handler(number, self.ask)
+            loop.add_signal_handler(number, self.signalled)
         try:
             yield self
         finally:

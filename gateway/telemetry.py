@@ -148,6 +148,8 @@ WAITING = Family("gauge", "warmlane_waiting_requests", "Requests now waiting at 
 INDEX_BLOCKS = Family("gauge", "warmlane_index_blocks", "Prefix blocks in the index, all replicas together.")
 INDEX_CAPACITY = Family("gauge", "warmlane_index_capacity_blocks", "Prefix blocks that fit into the index.")
 CACHE_SHARE = Family("gauge", "warmlane_cache_share_ratio", "Learned part of reported KV caches that holds prefixes.")
+PROCESSES = Family("gauge", "warmlane_processes", "Worker processes that serve.")
+PROCESS_STARTS = Family("counter", "warmlane_process_starts_total", "Starts of worker processes.")
 PEERS = Family("gauge", "warmlane_peers", "Other gateways heard of in the last seconds.")
 PEERS_CONNECTED = Family("gauge", "warmlane_peers_connected", "1 while the view is shared through Redis.")
 PEER_ENTRIES = Family("counter", "warmlane_peer_entries_total", "Entries of the shared stream.", ("direction",))
@@ -225,6 +227,8 @@ FAMILIES: tuple[Family, ...] = (
     INDEX_BLOCKS,
     INDEX_CAPACITY,
     CACHE_SHARE,
+    PROCESSES,
+    PROCESS_STARTS,
     PEERS,
     PEERS_CONNECTED,
     PEER_ENTRIES,
@@ -473,6 +477,10 @@ class Telemetry(Collector):
         """The `/metrics` page in the Prometheus text format."""
         return generate_latest(self._registry)
 
+    def families(self) -> list[Metric]:
+        """All that is on the page."""
+        return list(self._registry.collect())
+
     def describe(self) -> Iterable[Metric]:
         return ()  # nothing is asked of the router before it has to answer
 
@@ -484,6 +492,8 @@ class Telemetry(Collector):
         yield from self._counter_families()
         yield from self._prediction_families()
         yield from self._shadow_families()
+        yield _gauge_family(PROCESSES, ())  # where there are several, their parent knows (`gateway.several`)
+        yield _counter(PROCESS_STARTS, {})
         yield from _peer_families(self._peers, self._clock())
         announced = self._announcements  # without them: no samples
         yield _gauge_family(ANNOUNCEMENTS_CONNECTED, [] if announced is None else [((), float(not announced.failing))])

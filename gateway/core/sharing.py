@@ -34,9 +34,12 @@ IDLE_REPORT_SECONDS = 1.0
 
 
 class Journal:
-    """What this gateway has done that the others should know, oldest first; the oldest goes when nobody fetches it."""
+    """What this gateway has done that the others should know, oldest first; the oldest goes when nobody fetches it.
 
-    def __init__(self) -> None:
+    `beside`: another journal, where somebody else carries the same elsewhere: each is fetched at its own time."""
+
+    def __init__(self, beside: Journal | None = None) -> None:
+        self._beside = beside
         self._sent: deque[PeerSent] = deque()
         self._stored: deque[PeerStored] = deque(maxlen=MAX_JOURNAL_STORED)
         self._blocks = 0
@@ -49,9 +52,13 @@ class Journal:
         self._blocks += len(fact.blocks)
         while self._blocks > MAX_JOURNAL_BLOCKS:
             self._blocks -= len(self._sent.popleft().blocks)
+        if self._beside is not None:
+            self._beside.note_sent(fact)
 
     def note_stored(self, fact: PeerStored) -> None:
         self._stored.append(fact)
+        if self._beside is not None:
+            self._beside.note_stored(fact)
 
     def fetch(self, blocks: int) -> list[PeerSent | PeerStored]:
         """Takes out the oldest, up to so many blocks but one prompt at least, and all stored responses."""

@@ -87,6 +87,10 @@ class Discovery:
         self._observe(DrainRequested(replica, draining))
         return True
 
+    def expect_drained(self, replica: ReplicaId) -> None:
+        """It gets no requests when it comes; an operator has drained it elsewhere."""
+        self._drained.add(replica)
+
     def is_drained(self, replica: ReplicaId) -> bool:
         return replica in self._drained
 

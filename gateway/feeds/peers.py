@@ -32,7 +32,7 @@ from gateway.core.model import HealthState, PeerFact, PeerReported
 from gateway.core.router import Router
 from gateway.core.sharing import REPORT_SECONDS, ROUND_SECONDS, Journal, Outbox, credible
 from gateway.feeds.peer_entries import Receiver, Sender
-from gateway.feeds.sealing import Refused, RefusedFor
+from gateway.feeds.sealing import Refused, RefusedFor, sender_of
 from gateway.series import PeerSeries
 
 log = logging.getLogger(__name__)
@@ -103,13 +103,15 @@ class Peers:
     ) -> None:
         """`on_heard` is called after facts were observed. Gives the router its journal."""
         self._router = router
-        router.journal = Journal()
+        router.journal = Journal(beside=router.journal)
         self._on_heard = on_heard
         self._series = series
         self._clock = clock
         self._sender = Sender(secret, name)
         self._outbox = Outbox(router.journal, partial(router.report_to_peers, self._sender.name.hex()))
         self._receiver = Receiver(secret, name, self._sender.name)
+        self.siblings: set[bytes] = set()
+        """Names of gateways that are heard in another way already."""
         self._key = f"{name}:view:1".encode()
         self._marks = StreamMarks(max_bytes)
         self._position = START
@@ -124,10 +126,15 @@ class Peers:
             protocol=2,
         )
 
+    @property
+    def name(self) -> bytes:
+        """What the others know this gateway by."""
+        return self._sender.name
+
     async def run(self) -> None:
         failures = 0
         try:
-            await self._wait_for_replicas()
+            await until_known(self._router, self._clock)
             while True:
                 try:
                     async with asyncio.timeout(TIMEOUT_SECONDS):
@@ -152,14 +159,6 @@ class Peers:
         with contextlib.suppress(Exception):  # it is gone either way
             async with asyncio.timeout(TIMEOUT_SECONDS):
                 await self._redis.aclose()
-
-    async def _wait_for_replicas(self) -> None:
-        until = self._clock() + START_SECONDS
-        while self._clock() < until:
-            replicas = self._router.statistics(self._clock()).replicas
-            if replicas and all(one.health is not HealthState.UNKNOWN for one in replicas):
-                return
-            await asyncio.sleep(ROUND_SECONDS)
 
     async def _find_position(self) -> None:
         """Where to read on: at the start if the stream is another one, or its clock went back."""
@@ -205,6 +204,8 @@ class Peers:
             self._position = id
             entry = fields.get(FIELD, b"")
             self._marks.note(id, sum(map(len, fields)) + sum(map(len, fields.values())) + ENTRY_OVERHEAD_BYTES)
+            if sender_of(entry) in self.siblings:
+                continue
             try:
                 facts = self._receiver.facts(entry)
             except Refused as refused:
@@ -234,6 +235,16 @@ class Peers:
         if reason is RefusedFor.FORGED and not refused[reason.value,]:
             log.warning("Redis at %s: an entry is not made with our secret; such are ignored", self._place)
         refused[reason.value,] += 1
+
+
+async def until_known(router: Router, clock: Callable[[], float]) -> None:
+    """Waits a moment for replicas that have been heard of: facts about others are lost."""
+    until = clock() + START_SECONDS
+    while clock() < until:
+        replicas = router.statistics(clock()).replicas
+        if replicas and all(one.health is not HealthState.UNKNOWN for one in replicas):
+            return
+        await asyncio.sleep(ROUND_SECONDS)
 
 
 def milliseconds(id: bytes) -> int:
