@@ -28,14 +28,22 @@ WARMLANE = [sys.executable, "-c", "from gateway.cli import main; main()"]
 
 
 @pytest.fixture(scope="module")
-def several(tmp_path_factory: pytest.TempPathFactory, replicas: list[EmbeddedReplica]) -> Iterator[Several]:
-    folder = tmp_path_factory.mktemp("several")
-    admin = {"port": 0, "key_env": "WARMLANE_ADMIN_KEY"}
-    one = Several(folder, replicas, server={"workers": WORKERS}, admin=admin)
-    try:
-        yield one
-    finally:
+def stage(tmp_path_factory: pytest.TempPathFactory, replicas: list[EmbeddedReplica]) -> Iterator[list[Several]]:
+    stage: list[Several] = []
+    yield stage
+    for one in stage:
         one.stop()
+
+
+@pytest.fixture
+def several(tmp_path_factory: pytest.TempPathFactory, replicas: list[EmbeddedReplica], stage: list[Several]) -> Several:
+    """The one of the test before, or another where that has stopped; all its workers serve."""
+    if not stage or not stage[-1].process.running:
+        admin = {"port": 0, "key_env": "WARMLANE_ADMIN_KEY"}
+        folder = tmp_path_factory.mktemp("several")
+        stage.append(Several(folder, replicas, server={"workers": WORKERS}, admin=admin))
+    until(stage[-1].serves_whole, "all workers serve")
+    return stage[-1]
 
 
 def test_connections_are_spread_evenly(several: Several) -> None:
@@ -114,7 +122,6 @@ def test_a_drain_is_seen_by_all(several: Several) -> None:
 
 
 def test_who_is_killed_loses_its_own_requests_alone(several: Several) -> None:
-    until(several.serves_whole, "all serve")
     counted = total(several)
     results: dict[int, str] = {}
     """By the port of the client."""
@@ -157,8 +164,6 @@ def total(several: Several) -> float:
 
 
 def test_running_requests_finish_and_then_all_are_gone(several: Several) -> None:
-    """The last test of this gateway."""
-    until(several.serves_whole, "all serve")
     pids = several.workers
     body = {"model": "m", "max_tokens": 100, "stream": True, "messages": [{"role": "user", "content": "long"}]}
     with contextlib.ExitStack() as stack:
