@@ -78,7 +78,7 @@ from gateway.proxy import asgi_client, http_client
 from gateway.proxy.call import Call
 from gateway.proxy.control_connection import ControlConnection
 from gateway.proxy.endpoints import ENDPOINTS
-from gateway.proxy.errors import BadBody, NotFound, answer
+from gateway.proxy.errors import BadBody, EncodedBody, NotFound, answer
 from gateway.proxy.forwarding import read_headers
 from gateway.proxy.front_door import FrontDoor
 from gateway.proxy.guard import guarded
@@ -441,7 +441,7 @@ def dry_run(gateway: Gateway, body: bytes, path: str, asked: Request) -> Respons
     try:
         request = gateway.door.read(call, read_headers(headers))
         return JSONResponse(explained(gateway.router.decide(request, gateway.clock())))
-    except (BadBody, CannotSalt, Denied, NotFound, RoutingError) as error:
+    except (BadBody, CannotSalt, Denied, EncodedBody, NotFound, RoutingError) as error:
         return response_of(answer(error))
 
 

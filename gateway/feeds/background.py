@@ -63,7 +63,7 @@ class Followed:
     stay: Stay
     tenant: str
     replica: ReplicaId
-    id: str
+    id: str | None
     since: float
     due: float
     failures: int = 0
@@ -101,6 +101,7 @@ class Background:
         self._clock = clock
         self._charged = charged
         self._followed: dict[Stay, Followed] = {}
+        self._claimed: set[str] = set()
         self._lines: dict[ReplicaId, Line] = {}
 
     def __len__(self) -> int:
@@ -109,10 +110,25 @@ class Background:
     def __repr__(self) -> str:
         return f"<Background {len(self)} followed>"
 
-    def follow(self, stay: Stay, tenant: str, replica: ReplicaId, id: str) -> None:
-        """The stay's request was answered, and its work goes on."""
+    def claim(self, id: str) -> bool:
+        """A request that asks for this id begins. Whether it may: an engine keeps one response for an id, so the end of
+        another one, followed or not, would be taken for its own."""
+        if id in self._claimed or any(one.id == id for one in self._followed.values()):
+            return False
+        self._claimed.add(id)
+        return True
+
+    def release(self, id: str) -> None:
+        """The request that claimed it has ended. If it is followed, that goes on."""
+        self._claimed.discard(id)
+
+    def follow(self, stay: Stay, tenant: str, replica: ReplicaId, id: str | None) -> None:
+        """The stay's request was answered, and its work goes on. Nobody can be asked for one whose id could not be
+        seen: it ends when its work must be done."""
         now = self._clock()
-        self._followed[stay] = Followed(stay, tenant, replica, id, now, now + FIRST_LOOK_SECONDS)
+        one = self._followed[stay] = Followed(stay, tenant, replica, id, now, now + FIRST_LOOK_SECONDS)
+        if id is None:
+            one.due = now + one.least_seconds
         if len(self._followed) > MAX_FOLLOWED:
             self._give_up(next(iter(self._followed.values())), now)
 
@@ -126,28 +142,31 @@ class Background:
         async with asyncio.TaskGroup() as looks:
             while True:
                 await asyncio.sleep(TICK_SECONDS)
-                for one, line in self._next(self._clock()):
-                    looks.create_task(self._ask(client, one, line))
+                for one, id, line in self._next(self._clock()):
+                    looks.create_task(self._ask(client, one, id, line))
 
-    def _next(self, now: float) -> list[tuple[Followed, Line]]:
+    def _next(self, now: float) -> list[tuple[Followed, str, Line]]:
         """Who is asked for now: those due for longest, as far as their replicas have room. They count as asked."""
-        chosen: list[tuple[Followed, Line]] = []
+        chosen: list[tuple[Followed, str, Line]] = []
         concerned = {one.replica for one in self._followed.values()}
         self._lines = {replica: line for replica, line in self._lines.items() if line.asked or replica in concerned}
         due = (one for one in self._followed.values() if one.due <= now and not one.is_asked)
         for one in sorted(due, key=lambda one: one.due):
+            if one.id is None:
+                self._give_up(one, now)
+                continue
             line = self._lines.setdefault(one.replica, Line())
             if line.has_room(now):
                 line.asked += 1
                 one.is_asked = True
-                chosen.append((one, line))
+                chosen.append((one, one.id, line))
         return chosen
 
-    async def _ask(self, client: ReplicaClient, one: Followed, line: Line) -> None:
+    async def _ask(self, client: ReplicaClient, one: Followed, id: str, line: Line) -> None:
         now = self._clock()
         one.due = now + min(max(FIRST_LOOK_SECONDS, (now - one.since) / LOOKS_A_LIFE), LONGEST_PAUSE_SECONDS)
         try:
-            stored = await look_up(client, one.replica, one.id)
+            stored = await look_up(client, one.replica, id)
         except Hindered:
             return
         except TimedOut:

@@ -44,6 +44,8 @@ class Call:
     """Its answer may come before the work is done."""
     made: str | None = None
     """Id of the stored response that it makes, as far as known."""
+    claimed: str | None = None
+    """The id that it asked for, while nobody else may have it."""
     lost: UpstreamError | None = None
     """How it was first lost unanswered, perhaps by a replica that had begun with it: once more is all it gets."""
 

@@ -73,6 +73,14 @@ class NotFound(Exception):
     """No such path: only the paths of `endpoints.py` are served."""
 
 
+class EncodedBody(Exception):
+    """The body is compressed, and what it names must be known."""
+
+
+class IdTaken(Exception):
+    """Another request that is under way makes a response with the same id."""
+
+
 class NotOpen(Exception):
     """A view for operators, asked for from where it is not open."""
 
@@ -171,6 +179,8 @@ BLAME: dict[type[Exception], Blame] = {
     TooManyConnections: Blame(503, "service_unavailable_error", "too_many_connections"),
     OutOfSockets: Blame(503, "service_unavailable_error", "out_of_sockets"),
     CannotSalt: Blame(415, "invalid_request_error", "encoded_body"),
+    EncodedBody: Blame(415, "invalid_request_error", "encoded_body"),
+    IdTaken: Blame(409, "invalid_request_error", "response_id_taken"),
     TooManyNames: Blame(400, "invalid_request_error", "too_many_names"),
     NoKey: Blame(401, "invalid_request_error", "invalid_api_key"),
     WrongKey: Blame(401, "invalid_request_error", "invalid_api_key"),

@@ -41,6 +41,11 @@ def request_head(call: Call, host: bytes, lines: bytes, request_id: bytes) -> by
     )
 
 
+def asking_plain(headers: list[Header]) -> list[Header]:
+    """Of a request whose answer has to be read on its way, for it tells whose a stored response is: not compressed."""
+    return [*(header for header in headers if header[0] != b"accept-encoding"), (b"accept-encoding", b"identity")]
+
+
 def read_headers(headers: list[Header]) -> Forwarding:
     """One pass over the request's headers: what ends at a proxy is taken out, the rest keeps its order."""
     lines: list[bytes] = []

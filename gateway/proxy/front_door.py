@@ -55,7 +55,7 @@ from gateway.proxy.errors import (
     outcome_of,
 )
 from gateway.proxy.exchange import Completion
-from gateway.proxy.forwarding import Forwarding, read_headers, request_head
+from gateway.proxy.forwarding import Forwarding, asking_plain, read_headers, request_head
 from gateway.proxy.gate import Gate
 from gateway.proxy.places import Places
 from gateway.proxy.relay import Client, Relay
@@ -132,6 +132,8 @@ class FrontDoor:
         """Answer one call. Raises nothing but `CancelledError`, when the client left."""
         if self._credentials_end_here:
             call.headers = without_credentials(call.headers)
+        if call.endpoint.shape is Shape.RESPONSES:
+            call.headers = asking_plain(call.headers)
         forwarding = read_headers(call.headers)
         record = self._record(call, forwarding)
         ticket = timer = None
@@ -144,6 +146,7 @@ class FrontDoor:
             if call.caller is not None:
                 call.stay = call.stay or call.caller.enter(self.clock(), works=call.endpoint.works)
                 keyed.reserve(call.stay, request, self.clock())
+                keyed.claim(self.background, call)
             self.replays.earn()
             came = self.clock()
             ticket = await self.gate.enter(request)
@@ -168,10 +171,8 @@ class FrontDoor:
             if ticket is not None:
                 self.gate.leave(ticket)
             call.let_go()
-            if call.stay is not None:
-                self._settle(call, call.stay, record)
-            if call.response_id is not None and self.background is not None:
-                self.background.look(call.response_id)
+            if call.stay is not None or call.response_id is not None:
+                keyed.end(self.background, call, record, self.clock())
             record.duration_seconds = self.clock() - call.received_at
             self.telemetry.request_ended(record)
 
@@ -205,19 +206,12 @@ class FrontDoor:
             self.telemetry.key_refused(caller.key.tenant, error.reason)
             return answer(error, anthropic=endpoint.anthropic)
 
-    def _settle(self, call: Call, stay: Stay, record: RequestRecord) -> None:
-        """The key's limits: what it used, or who will say so."""
-        now = self.clock()
-        if call.made is not None and self.background is not None and stay.is_limited and keyed.goes_on(call, record):
-            self.background.follow(stay, record.tenant, ReplicaId(record.replica), call.made)
-        else:
-            keyed.settle(stay, record, call, now - call.received_at, now)
-
     def read(self, call: Call, forwarding: Forwarding) -> RouteRequest:
         """Body and headers -> what the core needs to know. Raises `BadBody`, and what the key does not allow."""
         if call.caller is None:
             return self._read(call, forwarding)
         key, shape = call.caller.key, call.endpoint.shape
+        keyed.check_readable(shape, encoded=forwarding.encoded)
         if self._isolation is not None:
             call.body = keyed.salted(self._isolation, call.body, shape, key.tenant, encoded=forwarding.encoded)
         request = self._read(call, forwarding)
@@ -227,7 +221,6 @@ class FrontDoor:
     def _read(self, call: Call, forwarding: Forwarding) -> RouteRequest:
         shape = call.endpoint.shape
         if forwarding.encoded:
-            call.background = shape is Shape.RESPONSES  # for all that can be seen
             return RouteRequest(length=len(call.body))  # passed as it is, without affinity
         try:
             pinned = self._pinned(call)
@@ -331,9 +324,13 @@ class FrontDoor:
             return relay.error
         note_answer(record, relay, call)
         self._note(record, relay, outcome, usage)
-        if call.made is not None and 200 <= relay.status < 300:
-            self.router.own(call.made, decision.replica, flight.decision.request.tenant)
+        self._own(call, flight, relay)
         return None
+
+    def _own(self, call: Call, flight: Flight, relay: Relay) -> None:
+        """The stored response that the answer is, whoever heard it to its end, is its tenant's."""
+        if call.made is not None and 200 <= relay.status < 300:
+            self.router.own(call.made, flight.replica, flight.decision.request.tenant)
 
     async def _fly(self, call: Call, flight: Flight, lines: bytes, client: Client, record: RequestRecord) -> Relay:
         """Send the call to the flight's replica and relay its answer. Raises `ConnectFailed`."""
@@ -371,6 +368,7 @@ class FrontDoor:
             await relay.finished
         except asyncio.CancelledError:
             note_answer(record, relay, call)
+            self._own(call, flight, relay)
             connection.abort(relay)
             if not call.overdue:
                 raise

@@ -12,7 +12,7 @@ from gateway.keys import Key
 from gateway.limits import BYTES_A_TOKEN, ModelNotAllowed, Stay, guessed_tokens, used_tokens
 from gateway.prompt import NotJson, Shape
 from gateway.proxy.call import Call
-from gateway.proxy.errors import SAID_BY_REPLICA, BadBody, NotFound
+from gateway.proxy.errors import SAID_BY_REPLICA, BadBody, EncodedBody, IdTaken, NotFound
 from gateway.proxy.response_ids import MAX_ID_CHARACTERS, is_servable
 from gateway.request_log import RequestRecord
 
@@ -45,6 +45,12 @@ def check_model(key: Key, request: RouteRequest, shape: Shape, headers: list[tup
         raise ModelNotAllowed(model)
 
 
+def check_readable(shape: Shape, *, encoded: bool) -> None:
+    """Raises `EncodedBody` where a body may name a stored response of another tenant and nobody could tell."""
+    if encoded and shape is Shape.RESPONSES:
+        raise EncodedBody("With API keys, bodies of this endpoint must not be compressed.")
+
+
 def check_ids(router: Router, key: Key, asked: str | None, wanted: str | None) -> None:
     """Ids of stored responses: the one that is asked for or continued, and the one that the new one is to have. Raises
     `NotFound` for another tenant's. One that could not be asked for would be nobody's, and what it stands for could be
@@ -68,16 +74,47 @@ def reserve(stay: Stay, request: RouteRequest, now: float) -> None:
 class Background(Protocol):
     """Keeps the stay of what goes on behind its answer, until its owner says that it is over."""
 
-    def follow(self, stay: Stay, tenant: str, replica: ReplicaId, id: str) -> None: ...
+    def claim(self, id: str) -> bool:
+        """A request that asks for this id begins. Whether nobody else has it: what the replica says of an id is about
+        one response only."""
+
+    def release(self, id: str) -> None:
+        """The request that claimed it has ended."""
+
+    def follow(self, stay: Stay, tenant: str, replica: ReplicaId, id: str | None) -> None:
+        """`id`: `None` when it could not be seen."""
+
     def look(self, id: str) -> None:
         """The client has just asked for it, or cancelled it: perhaps it is over."""
+
+
+def claim(background: Background | None, call: Call) -> None:
+    """The id that the call asks for is its own until it has ended, and as long as it is followed. Raises `IdTaken`."""
+    if call.made is not None and background is not None:
+        if not background.claim(call.made):
+            raise IdTaken("A response with this `request_id` is being made.")
+        call.claimed = call.made
+
+
+def end(background: Background | None, call: Call, record: RequestRecord, now: float) -> None:
+    """The request is over: its key's limits hear what it used, or who will say so."""
+    if (stay := call.stay) is not None:
+        if background is not None and stay.is_limited and goes_on(call, record):
+            background.follow(stay, record.tenant, ReplicaId(record.replica), call.made)
+        else:
+            settle(stay, record, call, now - call.received_at, now)
+    if background is not None and call.claimed is not None:
+        background.release(call.claimed)
+    if background is not None and call.response_id is not None:
+        background.look(call.response_id)
 
 
 def goes_on(call: Call, record: RequestRecord) -> bool:
     """Whether the replica may still work on it although its answer has ended: with `background` it does, unless its
     stream was relayed to the end. It does not notice a client that leaves, either."""
     whole = record.stream and record.outcome == Outcome.COMPLETED.value
-    return call.background and record.attempts > 0 and record.status < 400 and not whole
+    was_sent = bool(record.overhead_seconds)
+    return call.background and was_sent and record.status < 400 and not whole
 
 
 def settle(stay: Stay, record: RequestRecord, call: Call, seconds: float, now: float) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gzip
 import hashlib
 import json
 from collections.abc import Callable
@@ -792,6 +793,46 @@ async def test_stored_responses_belong_to_their_tenant(guarded: Guarded) -> None
             assert (await gateway.client.request(method, path, json=body, headers=as_bob())).status_code == 404
             assert len(replica.exchanges) == seen
             assert (await gateway.client.request(method, path, json=body)).status_code == 200
+
+
+async def test_a_stream_that_its_client_leaves_is_its_tenants(guarded: Guarded) -> None:
+    async def script(exchange: Exchange) -> None:
+        if exchange.request_line.startswith(b"GET"):
+            await exchange.answer(RESPONSE)
+            return
+        await exchange.start_stream()
+        await exchange.chunk(b'event: response.created\ndata: {"response":{"id":"resp_1","object":"response"}}\n\n')
+        await exchange.wait_closed(60)
+
+    async with ScriptedReplica(script).running() as replica, guarded(replica) as gateway:
+        body = {"model": "m", "input": "hi", "stream": True}
+        async with gateway.client.stream("POST", "/v1/responses", json=body) as answer:
+            await anext(answer.aiter_raw())
+
+        async def kept_from_others() -> bool:
+            return (await gateway.client.get("/v1/responses/resp_1", headers=as_bob())).status_code == 404
+
+        await eventually(kept_from_others)
+        assert (await gateway.client.get("/v1/responses/resp_1")).status_code == 200
+
+
+async def test_a_body_that_hides_whose_response_it_names_is_refused(guarded: Guarded) -> None:
+    async with ScriptedReplica().running() as replica, guarded(replica) as gateway:
+        packed = gzip.compress(b'{"model":"m","input":"and?","previous_response_id":"resp_1"}')
+        answer = await gateway.client.post("/v1/responses", content=packed, headers={"content-encoding": "gzip"})
+        assert (answer.status_code, answer.json()["error"]["code"]) == (415, "encoded_body")
+        assert not replica.exchanges
+
+
+async def test_answers_that_tell_whose_they_are_are_asked_for_uncompressed(guarded: Guarded) -> None:
+    async def script(exchange: Exchange) -> None:
+        await exchange.answer(RESPONSE)
+
+    async with ScriptedReplica(script).running() as replica, guarded(replica) as gateway:
+        headers = {"accept-encoding": "gzip, br"}
+        await gateway.client.post("/v1/responses", json={"model": "m", "input": "hi"}, headers=headers)
+        await gateway.client.get("/v1/responses/resp_1", headers=headers)
+        assert [exchange.header("accept-encoding") for exchange in replica.exchanges] == ["identity", "gzip, br"]
 
 
 @pytest.mark.parametrize("name", ["request_id", "request\\u005fid"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gzip
 import json
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -223,6 +224,67 @@ async def test_an_id_that_could_not_be_followed_is_nobodys(tmp_path: Path, mode:
         assert not await refused(gateway)
 
 
+async def test_an_id_stands_for_one_response_at_a_time(tmp_path: Path, mode: str, engine: Engine) -> None:
+    """An engine keeps one response for an id: the end of a short one would be taken for that of a long one."""
+    async with limited(tmp_path, mode, engine, concurrent_requests=3) as gateway:
+        assert (await ask(gateway, request_id="twice")).status_code == 200
+        for more in ({}, {"background": False, "max_output_tokens": 1}, {"stream": True}):
+            answer = await ask(gateway, request_id="twice", **more)
+            assert answer.status_code == 409
+            assert answer.json()["error"]["code"] == "response_id_taken"
+        assert (await ask(gateway, request_id="once")).status_code == 200
+        engine.end("once", usage=(1, 1))
+        assert (await gateway.client.get(f"{RESPONSES}/once")).json()["status"] == "completed"
+        await eventually(lambda: engine.looks >= 2)
+        assert (await ask(gateway, request_id="twice")).status_code == 409
+        engine.end("twice", usage=(1, 1))
+
+        async def free() -> bool:
+            return (await ask(gateway, request_id="twice")).status_code == 200
+
+        await eventually(free, 30)
+
+
+async def test_an_id_is_taken_from_the_request_on(tmp_path: Path, mode: str) -> None:
+    may_answer = asyncio.Event()
+
+    async def script(exchange: Exchange) -> None:
+        await may_answer.wait()
+        await exchange.answer(b'{"id":"twice","status":"completed"}')
+
+    keys = Keys(tmp_path / "keys.toml")
+    keys.write(alice={"concurrent_requests": 5})
+    async with ScriptedReplica(script).running() as replica:
+        async with running_gateway(replica, mode=mode, auth={"keys_file": str(keys.path)}, key=KEY) as gateway:
+            first = asyncio.create_task(ask(gateway, request_id="twice", background=False))
+            await eventually(lambda: len(replica.exchanges) == 1)
+            assert (await ask(gateway, request_id="twice")).status_code == 409
+            may_answer.set()
+            assert (await first).status_code == 200
+            assert (await ask(gateway, request_id="twice", background=False)).status_code == 200
+
+
+async def test_one_whose_id_cannot_be_read_keeps_its_place_too(tmp_path: Path, mode: str) -> None:
+    """A replica, or what is before it, that compresses although it is asked not to."""
+
+    async def script(exchange: Exchange) -> None:
+        if exchange.request_line.startswith(b"POST /v1/responses"):
+            assert exchange.header("accept-encoding") == "identity"
+            packed = gzip.compress(b'{"id":"resp_1","status":"queued"}')
+            await exchange.answer(packed, headers=b"content-encoding: gzip\r\n")
+        else:
+            await exchange.answer(b'{"count":1}')
+
+    keys = Keys(tmp_path / "keys.toml")
+    keys.write(alice={"concurrent_requests": 1})
+    async with ScriptedReplica(script).running() as replica:
+        async with running_gateway(replica, mode=mode, auth={"keys_file": str(keys.path)}, key=KEY) as gateway:
+            assert (await ask(gateway, max_output_tokens=150)).json()["status"] == "queued"
+            assert await refused(gateway)
+            await until_let_in(gateway)
+            assert all(not one.request_line.startswith(b"GET /v1/responses") for one in replica.exchanges)
+
+
 async def test_a_request_that_is_refused_is_not_followed(tmp_path: Path, mode: str) -> None:
     async def script(exchange: Exchange) -> None:
         await exchange.answer(b'{"error":{"message":"no background here"}}', status="400 Bad Request")
@@ -257,7 +319,7 @@ class Following:
         self.charged: list[tuple[str, int, int]] = []
         self.background = Background(self.clock, lambda *charged: self.charged.append(charged))
 
-    def begin(self, id: str, *, most: int | None = None, caller: Caller | None = None) -> Caller:
+    def begin(self, id: str | None, *, most: int | None = None, caller: Caller | None = None) -> Caller:
         caller = caller or Caller(key(**LIMITS), self.clock.now)
         stay = caller.enter(self.clock.now)
         stay.reserve(100, self.clock.now)
@@ -322,6 +384,15 @@ async def test_what_its_replica_does_not_know_ends_with_a_guess(engine: Engine) 
         assert engine.looks > background.FAILURES
         assert following.clock.now - 1_000 >= background.UNKNOWN_LENGTH_SECONDS
         assert following.charged == []
+
+
+async def test_one_that_cannot_be_asked_for_ends_when_its_work_must_be_done(engine: Engine) -> None:
+    async with ScriptedReplica(engine).running() as replica:
+        following = Following(replica)
+        caller = following.begin(None, most=3_000)
+        await following.run_until(lambda: not caller.running, seconds_a_look=1.0)
+        assert 30.0 <= following.clock.now - 1_000 < 40.0
+        assert engine.looks == 0
 
 
 @pytest.mark.parametrize(("most", "least"), [(50, 0.5), (30_000, 300.0), (10**9, background.FOLLOWED_SECONDS)])
