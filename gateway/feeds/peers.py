@@ -118,6 +118,8 @@ class Peers:
         self._newest_ms = 0
         """Of the stream's newest entry, by the clock of Redis."""
         self._place = place_of(url)
+        self._failures = 0
+        """In a row."""
         self._redis = Redis.from_url(
             url,
             socket_timeout=TIMEOUT_SECONDS,
@@ -132,26 +134,21 @@ class Peers:
         return self._sender.name
 
     async def run(self) -> None:
-        failures = 0
         try:
             await until_known(self._router, self._clock)
             while True:
                 try:
                     async with asyncio.timeout(TIMEOUT_SECONDS):
                         await self._find_position()
-                    self._series.connected = True
-                    if failures:
-                        log.info("Redis at %s is back: the view is shared again", self._place)
-                    failures = 0
                     await self._exchange()
                 except Exception as error:  # whatever a broken server makes of the client: the view is not worth more
                     self._series.connected = False
                     self._series.failures += 1
-                    if not failures:
+                    if not self._failures:
                         log.warning("Redis at %s: %s; deciding alone until it is back", self._place, in_short(error))
                     await self._disconnect()
-                    await asyncio.sleep(BACK_OFF_SECONDS[min(failures, len(BACK_OFF_SECONDS) - 1)])
-                    failures += 1
+                    await asyncio.sleep(BACK_OFF_SECONDS[min(self._failures, len(BACK_OFF_SECONDS) - 1)])
+                    self._failures += 1
         finally:
             await self._disconnect()
 
@@ -178,9 +175,17 @@ class Peers:
             except Exception:
                 self._outbox.put_back(bundles)
                 raise
+            self._note_success()
             await self._hear(found)
             if len(found) < READ_ENTRIES:
                 await asyncio.sleep(ROUND_SECONDS)
+
+    def _note_success(self) -> None:
+        """Of a whole round: a Redis that is full can be read all the time, and takes nothing."""
+        if self._failures:
+            log.info("Redis at %s is back: the view is shared again", self._place)
+        self._failures = 0
+        self._series.connected = True
 
     async def _round(self, entries: list[bytes]) -> list[tuple[bytes, dict[bytes, bytes]]]:
         pipeline = self._redis.pipeline(transaction=False)
@@ -266,4 +271,7 @@ def place_of(url: str) -> str:
 def in_short(error: Exception) -> str:
     if isinstance(error, TimeoutError):
         return f"no answer within {TIMEOUT_SECONDS:g} s"
-    return " ".join(str(error).split())[:200] or type(error).__name__
+    text = str(error)
+    if "pipeline caused error:" in text:  # before it the client repeats the command with its payload
+        text = text.rpartition("pipeline caused error:")[2].strip(" (,)'\"")
+    return " ".join(text.split())[:200] or type(error).__name__

@@ -209,14 +209,19 @@ async def test_wrong_password(tmp_path: Path) -> None:
             assert not wrong.series.connected
 
 
-async def test_out_of_memory(server: RedisServer) -> None:
-    """O-24: it refuses what is added, and takes it again when there is room."""
+async def test_out_of_memory(server: RedisServer, caplog: pytest.LogCaptureFixture) -> None:
+    """O-24: it refuses what is added, and takes it again when there is room. It is said once, without what was sent."""
+    caplog.set_level("INFO", "gateway.feeds.peers")
     async with Member(server.url).running() as one, Member(server.url).running() as two:
         async with Redis.from_url(server.url) as redis:
             await shares_again(one, two, 1)
             await redis.config_set("maxmemory", "1")
             replica = one.send(2)
-            await until(lambda: one.series.failures > 0, "it fails")
+            await until(lambda: one.series.failures > 1 and two.series.failures > 1, "it fails again")
+            said = [record.message for record in caplog.records]
+            assert len(said) == 2
+            assert all("maxmemory" in line and "WL2" not in line for line in said)
+            assert not one.series.connected
             await redis.config_set("maxmemory", "0")
         await until(lambda: two.cached_tokens(2, replica) > 0, "what the failed round had is told again")
         await shares_again(one, two, 3)
