@@ -19,7 +19,6 @@ import sys
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from importlib.metadata import version
-from pathlib import Path
 from random import Random
 from typing import Any, cast
 
@@ -32,8 +31,7 @@ from gateway.access import configured_access, replica_key
 from gateway.admin import AdminListener, build_admin_api
 from gateway.admin_key import read_admin_key
 from gateway.changes import keep_to_oneself
-from gateway.config import Config, ConfigError, endpoint, service_name
-from gateway.config import Discovery as DiscoveryConfig
+from gateway.config import Config, ConfigError
 from gateway.config import Server as ServerConfig
 from gateway.core.model import (
     Decision,
@@ -62,10 +60,8 @@ from gateway.feeds.peers import Peers
 from gateway.feeds.probes import Probes, list_models
 from gateway.feeds.registry import Registry
 from gateway.feeds.replicas import Replicas
-from gateway.feeds.replicas_file import ReplicasFile
 from gateway.feeds.scrape import Scrape
 from gateway.feeds.sealing import SENDER_BYTES, RefusedFor
-from gateway.feeds.sources import Addresses, Source, resolve
 from gateway.feeds.token_counts import TokenCounts
 from gateway.isolation import CannotSalt
 from gateway.keys import Denied
@@ -85,6 +81,7 @@ from gateway.proxy.guard import guarded
 from gateway.proxy.handshakes import accepting
 from gateway.proxy.sweep import sweep
 from gateway.proxy.upstream import Header
+from gateway.replica_sources import Standing, announced_in, sources_of, standing
 from gateway.request_log import RequestRecord
 from gateway.responses import refuse_as_openai_does, response_of, with_body
 from gateway.rotated_file import RotatedFile
@@ -150,7 +147,7 @@ class Gateway:
             self.replicas,
             self.observe,
             static={replica.url: replica.prefill_rate for replica in config.replicas},
-            sources=self._sources(config.discovery),
+            sources=sources_of(config.discovery, self.engines.say, self._standing),
             interval_seconds=config.discovery.interval_seconds,
             longest_interval_seconds=config.discovery.longest_interval_seconds,
         )
@@ -165,7 +162,10 @@ class Gateway:
         self.admin_key = read_admin_key(config.admin, os.environ)
         self.viewers = Viewers(config.server.host, self.admin_key)
         self.peers = self._peers() if config.redis.url is not None else None
-        self.announced = self._announced() if config.discovery.redis else None
+        self.announced: Announced | None = None
+        if config.discovery.redis:
+            series = self.telemetry.announcements(REFUSALS)
+            self.announced = announced_in(config, os.environ, self.registry, self._standing, series, self.clock)
         self.member: Member | None = None
         """The way to the other processes, if this is one of several."""
         self.view = FleetView(self.router, self.discovery, self.registry, self.engines)
@@ -270,28 +270,8 @@ class Gateway:
             jobs.append(counts.run(client))
         return jobs
 
-    def _sources(self, discovery: DiscoveryConfig) -> list[Source]:
-        """Raises `ConfigError`."""
-        sources: list[Source] = []
-        if discovery.replicas_file is not None:
-            sources.append(ReplicasFile(Path(discovery.replicas_file), self.engines.say))
-        if (service := service_name(discovery.dns)) is not None:
-            from gateway.feeds.service_records import ServiceRecords  # the resolver takes 80 ms to import
-
-            server = None if discovery.nameserver is None else endpoint(discovery.nameserver)
-            sources.append(ServiceRecords(*service, self._standing, server))
-        elif discovery.dns is not None:
-            sources.append(Addresses(discovery.dns, resolve))
-        return sources
-
-    def _standing(self) -> dict[ReplicaId, bool | None]:
-        """Whether each replica can serve; `None` where that is not known yet."""
-        return {
-            one.replica: None
-            if one.health is HealthState.UNKNOWN and not one.draining
-            else one.health is HealthState.UP and not one.draining
-            for one in self.router.statistics(self.clock()).replicas
-        }
+    def _standing(self) -> Standing:
+        return standing(self.router.statistics(self.clock()).replicas)
 
     def _peers(self) -> Peers:
         """Raises `ConfigError`."""
@@ -312,23 +292,6 @@ class Gateway:
             )
         except ValueError as error:
             raise ConfigError("redis.url: is not understood by the Redis client") from error
-
-    def _announced(self) -> Announced:
-        """Raises `ConfigError`."""
-        redis = self.config.redis
-        secret = os.environ.get(redis.secret_env, "")
-        if not secret:
-            raise ConfigError(f"discovery.redis: whoever writes there could add replicas; set ${redis.secret_env}")
-        return Announced(
-            self.registry.take_announced,
-            lambda url: any(self._standing().get(one) for one in self.registry.addresses(url)),
-            self.telemetry.announcements(REFUSALS),
-            url=redis.url or "",
-            fleet=redis.name,
-            secret=secret.encode("utf-8", "surrogateescape"),
-            interval_seconds=self.config.discovery.interval_seconds,
-            clock=self.clock,
-        )
 
     async def _list_models(self, replica: ReplicaId) -> tuple[ModelCard, ...]:
         """What a replica that is not known yet serves."""

@@ -78,6 +78,7 @@ class FleetView:
         ]
         return {
             "url": registration.url,
+            "announced": registration.is_announced,
             "problem": registration.problem,
             "lease_seconds_left": self._registry.seconds_left(registration),
             "addresses": addresses,

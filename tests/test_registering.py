@@ -1,11 +1,12 @@
-"""`--register`: the URL under which gateways reach a replica of this machine."""
+"""`--register`: the URL under which gateways reach a replica of this machine; and gateways want a secret for it."""
 
 from __future__ import annotations
 
 import pytest
 
-from gateway.config import ConfigError
+from gateway.config import Admin, Config, ConfigError, Discovery, Redis
 from gateway.registering import announced_url
+from gateway.replica_sources import announced_in
 
 REDIS = "redis://127.0.0.1:6379"
 
@@ -30,3 +31,9 @@ def test_what_cannot_be_found_out_has_to_be_told():
         announced_url("0.0.0.0", 8101, "redis://:pw@nowhere.invalid", None)
     with pytest.raises(ConfigError, match="--register-as 'gpu-7:8101'"):
         announced_url("0.0.0.0", 8101, REDIS, "gpu-7:8101")
+
+
+def test_a_gateway_without_the_secret_takes_in_nobody():
+    config = Config(redis=Redis(url=REDIS), discovery=Discovery(redis=True), admin=Admin(allow=("10.0.0.0/8",)))
+    with pytest.raises(ConfigError, match=r"set \$WARMLANE_REDIS_SECRET"):
+        announced_in(config, {}, None, dict, None, lambda: 0.0)

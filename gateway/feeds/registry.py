@@ -38,6 +38,9 @@ MAX_ASKED = 16
 """Asked for their models at the same time."""
 RESOLVE_SECONDS = 2.0
 """Whoever registers waits for this."""
+CONFIGURED, REGISTERED = "is configured already", "is registered already"
+NO_MATTER = (CONFIGURED, REGISTERED)
+"""It is in, on another's word."""
 SHOWN = 5
 """Model names in a message; adapters go into the hundreds."""
 
@@ -327,9 +330,9 @@ class Registry:
         names = candidate.models or frozenset()
         claimed = sorted(names & taken) if not self._allow_existing_models else []
         if self._is_given(replica):
-            return "is configured already"
+            return CONFIGURED
         if replica in admitted:
-            return "is registered already"
+            return REGISTERED
         if not names:
             return "lists no model"
         if registration.named and names.isdisjoint(registration.named):
@@ -342,7 +345,8 @@ class Registry:
 
     def _note_verdict(self, replica: ReplicaId, candidate: Candidate, problem: str) -> None:
         if problem and problem != candidate.problem:
-            log.warning("%s stays out: it %s", replica, problem)
+            level = logging.INFO if problem in NO_MATTER else logging.WARNING
+            log.log(level, "%s stays out: it %s", replica, problem)
         elif not problem and candidate.problem:
             log.info("%s comes in with %s", replica, shown(sorted(candidate.models or ())))
         candidate.problem = problem

@@ -23,7 +23,7 @@ from dns.rdatatype import RdataType
 
 from gateway.config import is_host
 from gateway.core.model import ReplicaId
-from gateway.feeds.sources import Found, SourceFailed, replica_at
+from gateway.feeds.sources import Found, SourceFailed, Standing, replica_at
 
 QUERY_SECONDS = 1.0
 """For one server to answer once; then it, or the next one, is asked again."""
@@ -41,9 +41,6 @@ PROBLEMS: tuple[tuple[type[dns.exception.DNSException], str], ...] = (
     (dns.resolver.NoResolverConfiguration, "no name server is configured"),
 )
 """The library's own messages have times and addresses in them, each time others."""
-
-Standing = Mapping[ReplicaId, bool | None]
-"""Whether a replica can serve; `None` where that is not known yet."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,6 +20,9 @@ from gateway.core.model import ReplicaId
 Resolve = Callable[[str, int], Awaitable[frozenset[str]]]
 """(host, port) -> addresses; raises `OSError` or `UnicodeError`."""
 
+Standing = Mapping[ReplicaId, bool | None]
+"""Whether each replica can serve; `None` where that is not known yet."""
+
 
 class SourceFailed(Exception):
     """Nothing new is known. The message is one short line for people."""
