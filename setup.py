@@ -47,6 +47,7 @@ COMPILED = [
         f"gateway/proxy/{name}.py"
         for name in (
             "answer_framing",
+            "answer_notes",
             "body_budget",
             "call",
             "exchange",

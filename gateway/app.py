@@ -91,6 +91,7 @@ from gateway.stderr_log import report_failure, report_unforeseen
 from gateway.stop_signals import StopSignals
 from gateway.telemetry import Telemetry
 from gateway.tls import Certificate, replica_context
+from gateway.tracing import open_tracing
 from gateway.views import FleetView, Viewers, explained, is_loopback
 from workers.supervisor import Supervisor
 
@@ -140,6 +141,8 @@ class Gateway:
             access=configured_access(config.auth, os.environ, self.clock),
             replica_key=key,
         )
+        self.tracing = open_tracing(config.tracing, self.telemetry.model_label, self.clock, time.time)
+        self.door.tracing = self.telemetry.traces = self.tracing
         self.replicas = Replicas()
         said = {ReplicaId(one.url): Said(one.engine, one.cache_tokens) for one in config.replicas}
         self.engines = Engines(said, isolated=config.auth.isolate_tenants)
@@ -230,6 +233,8 @@ class Gateway:
             await asyncio.gather(*tasks, return_exceptions=True)
             self.door.close()
             self.telemetry.close()
+            if self.tracing is not None:
+                self.tracing.close()
 
     def _feeds(self) -> list[Coroutine[Any, Any, None]]:
         feeds, replicas, client = self.config.feeds, self.replicas, self.client

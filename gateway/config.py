@@ -261,6 +261,24 @@ class Redis(Struct, frozen=True, forbid_unknown_fields=True):
     10,000 tokens."""
 
 
+class Tracing(Struct, frozen=True, forbid_unknown_fields=True):
+    """`[tracing]`: spans of each request for an OpenTelemetry collector. Needs the extra `otel`."""
+
+    enabled: bool | None = None
+    """Not set: on where an `endpoint` is set here. `true` without one: where OpenTelemetry's variables say."""
+    endpoint: str | None = None
+    """OTLP over HTTP, `http://collector:4318`; without a path it gets OTLP's own, `/v1/traces`."""
+    sample_ratio: Annotated[float, Meta(ge=0, le=1)] | None = None
+    """Part of the requests that come without a trace context; those with one go by it. Not set: as
+    `OTEL_TRACES_SAMPLER` says, else all of them."""
+    service_name: Annotated[str, Meta(min_length=1, max_length=255)] | None = None
+    """Not set: `OTEL_SERVICE_NAME`, else `warmlane`."""
+
+    @property
+    def is_on(self) -> bool:
+        return self.endpoint is not None if self.enabled is None else self.enabled
+
+
 class Config(Struct, frozen=True, forbid_unknown_fields=True):
     server: Server = Server()
     replicas: list[Replica] = []
@@ -272,6 +290,7 @@ class Config(Struct, frozen=True, forbid_unknown_fields=True):
     workers: Workers = Workers()
     auth: Auth = Auth()
     redis: Redis = Redis()
+    tracing: Tracing = Tracing()
 
 
 def load(path: Path) -> Config:
@@ -331,8 +350,11 @@ def checked(config: Config) -> Config:
     if discovery.redis and not config.admin.allow:
         raise ConfigError("discovery.redis: no network is allowed; set admin.allow")
     check_admin(config.admin, discovery.redis)
+    tracing = config.tracing
+    if tracing.endpoint is not None:
+        tracing = msgspec.structs.replace(tracing, endpoint=traces_url(tracing.endpoint))
     check_listeners(config.server, config.admin)
-    return msgspec.structs.replace(config, replicas=replicas, discovery=discovery)
+    return msgspec.structs.replace(config, replicas=replicas, discovery=discovery, tracing=tracing)
 
 
 def checked_replicas(listed: list[Replica]) -> list[Replica]:
@@ -406,6 +428,17 @@ def check_redis(url: str, called: str = "redis.url") -> None:
             raise ConfigError(f"{called}: names no server")
     except ValueError as error:
         raise ConfigError(f"{called}: is no URL") from error
+
+
+def traces_url(text: str) -> str:
+    """Where traces are posted to. Raises `ConfigError`, without the URL: it may hold a password."""
+    try:
+        parts = urlsplit(text)
+        if parts.scheme not in DEFAULT_PORTS or not parts.hostname or parts.port == 0:
+            raise ConfigError("tracing.endpoint: expected http://HOST[:PORT] or https://HOST[:PORT]")
+    except ValueError as error:
+        raise ConfigError("tracing.endpoint: is no URL") from error
+    return text if parts.path.strip("/") else f"{text.rstrip('/')}/v1/traces"
 
 
 def check_listeners(server: Server, admin: Admin) -> None:

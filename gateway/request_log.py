@@ -68,6 +68,8 @@ class RequestRecord(msgspec.Struct, gc=False):
     duration_seconds: float = 0.0
     request_bytes: int = 0
     response_bytes: int = 0
+    trace_id: str | msgspec.UnsetType = msgspec.UNSET
+    """With `[tracing]`, of requests that are sampled."""
     prefix: PrefixRecord | msgspec.UnsetType = msgspec.UNSET
     """With `[server] log_blocks`, of requests that have a prompt."""
     decisions: list[dict[str, Any]] | msgspec.UnsetType = msgspec.UNSET

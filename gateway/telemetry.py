@@ -163,6 +163,7 @@ ANNOUNCEMENTS_CONNECTED = Family(
 ANNOUNCEMENTS_REFUSED = Family(
     "counter", "warmlane_announcements_refused_total", "Announcements that no replica of ours made so.", ("reason",)
 )
+TRACES = Family("counter", "warmlane_traces_total", "Sampled requests, by what became of their spans.", ("result",))
 REPLICA_STATE = Family("gauge", "warmlane_replica_state", "1 for the state it is in.", ("replica", "state"))
 WORKERS = Family("gauge", "warmlane_workers", "Replicas that this process runs itself.", ("state",))
 WORKER_STARTS = Family("counter", "warmlane_worker_starts_total", "Starts of each of them.", ("replica",))
@@ -236,6 +237,7 @@ FAMILIES: tuple[Family, ...] = (
     PEER_FAILURES,
     ANNOUNCEMENTS_CONNECTED,
     ANNOUNCEMENTS_REFUSED,
+    TRACES,
     REPLICA_STATE,
     WORKERS,
     WORKER_STARTS,
@@ -257,6 +259,13 @@ class WorkersSource(Protocol):
     def starts(self) -> Mapping[str, int]: ...
 
 
+class TracesSource(Protocol):
+    """What telemetry needs of whoever sends traces."""
+
+    sent: int
+    lost: int
+
+
 class Telemetry(Collector):
     """`request_ended` and `attempt_ended` count, `render` shows. One event loop calls all of it."""
 
@@ -274,6 +283,7 @@ class Telemetry(Collector):
     ) -> None:
         self._router = router
         self.workers: WorkersSource | None = None
+        self.traces: TracesSource | None = None
         self._log = RequestLog(log) if log is not None else None
         self._decision_log = RequestLog(decision_log) if decision_log is not None else None
         self._logs = [one for one in (self._log, self._decision_log) if one is not None]
@@ -454,6 +464,10 @@ class Telemetry(Collector):
                         self._series[card.id] = ModelSeries(card.id)
         return self._series.get(model, self._other)
 
+    def model_label(self, model: str) -> str:
+        """Its name if a replica lists it."""
+        return (self._series.get(model) or self._series_of(model)).label
+
     def _tenant_label(self, tenant: str) -> str:
         """Its name as long as there are few."""
         if not tenant:
@@ -502,6 +516,8 @@ class Telemetry(Collector):
         yield from _replica_families(statistics.replicas)
         states, starts = (self.workers.states(), self.workers.starts()) if self.workers is not None else ({}, {})
         yield _gauge_family(WORKERS, [((state,), count) for state, count in states.items()])
+        traces = self.traces
+        yield _counter(TRACES, {} if traces is None else {("sent",): traces.sent, ("lost",): traces.lost})
         yield _counter(WORKER_STARTS, {(url,): count for url, count in starts.items()})
 
     def _request_families(self) -> Iterator[Metric]:

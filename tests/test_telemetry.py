@@ -349,7 +349,8 @@ def test_each_request_is_one_json_line(router):
     assert first["time"] == 1796037532.25
     assert (first["request_id"], first["model"], first["ttft_seconds"]) == ("id-1", "tiny", 0.125)
     assert (second["request_id"], second["model"], second["ttft_seconds"]) == ("id-2", "", None)
-    assert set(first) == set(RequestRecord.__struct_fields__) - {"prefix", "decisions"}  # only where asked for
+    asked_for = {"prefix", "decisions", "trace_id"}
+    assert set(first) == set(RequestRecord.__struct_fields__) - asked_for
 
 
 @pytest.mark.parametrize("forged", ['a\n{"status":200}', "a\r\nb", "a\x00b", "a\x1b[2Jb", "a\u2028b", "a\x85b"])

@@ -11,6 +11,7 @@ from gateway.proxy.endpoints import Endpoint
 from gateway.proxy.errors import UpstreamError
 from gateway.proxy.exchange import Exchange
 from gateway.proxy.upstream import Header
+from gateway.trace_context import RequestTrace
 
 
 @dataclass(slots=True)
@@ -48,6 +49,9 @@ class Call:
     """The id that it asked for, while nobody else may have it."""
     lost: UpstreamError | None = None
     """How it was first lost unanswered, perhaps by a replica that had begun with it: once more is all it gets."""
+
+    trace: RequestTrace | None = None
+    """Where traces are on."""
 
     def let_go(self) -> None:
         """Of the body: it is not sent again. Repeating it changes nothing."""

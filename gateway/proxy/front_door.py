@@ -26,32 +26,29 @@ from gateway.access import Access, without_credentials
 from gateway.config import Server as ServerConfig
 from gateway.config import Upstream as UpstreamConfig
 from gateway.core.flight import Flight
-from gateway.core.model import Decision, Outcome, ReplicaId, RouteRequest, RoutingError, Usage
+from gateway.core.model import Decision, Outcome, ReplicaId, RouteRequest, RoutingError
 from gateway.core.router import Router
 from gateway.keys import Denied
 from gateway.limits import Caller, OverLimit, Stay
 from gateway.prompt import Shape
 from gateway.proxy import keyed
+from gateway.proxy.answer_notes import note_answer, note_end
 from gateway.proxy.body_budget import BodyBudget
 from gateway.proxy.call import Call
 from gateway.proxy.endpoints import Endpoint
 from gateway.proxy.errors import (
     KNOWN,
-    SAID_BY_REPLICA,
     BadBody,
     BodiesFull,
     BodyTooLarge,
     ConnectFailed,
     ConnectionLost,
     DeadlineExceeded,
-    EngineDraining,
     ErrorAnswer,
     OutOfSockets,
     Overloaded,
-    TlsFailed,
     UpstreamError,
     answer,
-    code_of,
     outcome_of,
 )
 from gateway.proxy.exchange import Completion
@@ -59,22 +56,15 @@ from gateway.proxy.forwarding import Forwarding, asking_plain, read_headers, req
 from gateway.proxy.gate import Gate
 from gateway.proxy.places import Places
 from gateway.proxy.relay import Client, Relay
-from gateway.proxy.replays import Replays
+from gateway.proxy.replays import Replays, cause_of, is_stale
 from gateway.proxy.response_ids import is_servable
 from gateway.proxy.upstream import JOIN_BELOW_BYTES, Connection, Header, Upstream
 from gateway.telemetry import RequestRecord, Telemetry
+from gateway.tracing import Tracing
 
 COUNTED = frozenset((Shape.CHAT, Shape.COMPLETION))
 """Bodies that vLLM's `/tokenize` takes as they are; their streams are of choices."""
 REQUEST_ID = re.compile(rb"[A-Za-z0-9_.:/+=@-]{1,128}")
-KEPT_CONNECTION = "kept"
-REPLAY_CAUSES: dict[type[UpstreamError], str] = {
-    ConnectFailed: "unreachable",
-    TlsFailed: "unreachable",
-    ConnectionLost: "lost",
-    EngineDraining: "draining",
-}
-"""Why a request was sent once more, as metrics call it; `kept`: its connection had idled, and was probably dead."""
 SMALL_BYTES = JOIN_BELOW_BYTES
 """A body that is read even where its key is over its limit."""
 SWEEP_SECONDS = 0.25
@@ -125,6 +115,7 @@ class FrontDoor:
         self.background: keyed.Background | None = None
         """Who sees to the limits of what goes on behind its answer."""
         self.on_flight: Callable[[RequestRecord, Decision], None] | None = None
+        self.tracing: Tracing | None = None
         self._id_prefix = secrets.token_hex(6)
         self._id_count = itertools.count(1)
 
@@ -134,6 +125,8 @@ class FrontDoor:
             call.headers = without_credentials(call.headers)
         if call.endpoint.shape is Shape.RESPONSES:
             call.headers = asking_plain(call.headers)
+        if self.tracing is not None:
+            call.trace, call.headers = self.tracing.begin(call.headers)
         forwarding = read_headers(call.headers)
         record = self._record(call, forwarding)
         ticket = timer = None
@@ -149,6 +142,8 @@ class FrontDoor:
                 keyed.claim(self.background, call)
             self.replays.earn()
             came = self.clock()
+            if call.trace is not None:
+                call.trace.read_at = came
             ticket = await self.gate.enter(request)
             record.waited_seconds = self.clock() - came
             lines = self._key_line + forwarding.lines if self._key_line else forwarding.lines
@@ -175,6 +170,8 @@ class FrontDoor:
                 keyed.end(self.background, call, record, self.clock())
             record.duration_seconds = self.clock() - call.received_at
             self.telemetry.request_ended(record)
+            if self.tracing is not None and call.trace is not None:
+                self.tracing.ended(call.trace, record, call.method, call.received_at)
 
     def caller(self, headers: list[Header], endpoint: Endpoint) -> Caller | ErrorAnswer:
         """Whose request it is, where keys are asked for; or what to tell whoever has none."""
@@ -263,7 +260,7 @@ class FrontDoor:
                     raise last_error or error from None
                 flight = self._start(request, set())  # nobody else: the same one, on a new connection
             if last_error is not None:
-                self.telemetry.replayed(KEPT_CONNECTION if is_stale(last_error) else REPLAY_CAUSES[type(last_error)])
+                self.telemetry.replayed(cause_of(last_error))
             if self.on_prompt is not None and call.endpoint.shape in COUNTED:
                 self.on_prompt(flight.replica, request, call.body)
             last_error = await self._attempt(call, flight, lines, client, record)
@@ -300,11 +297,11 @@ class FrontDoor:
         record.started(decision)
         if self.on_flight is not None:
             self.on_flight(record, decision)
-        outcome, usage = Outcome.FAILED, None
+        outcome, usage, status = Outcome.FAILED, None, 0
         relay: Relay | None = None
         try:
             relay = await self._fly(call, flight, lines, client, record)
-            outcome, usage = relay.outcome, relay.usage()
+            outcome, usage, status = relay.outcome, relay.usage(), relay.status
             if is_stale(relay.error):
                 outcome = Outcome.REJECTED  # as a rule it never came: no word about the replica
             flight.answered = relay.error is None
@@ -315,15 +312,18 @@ class FrontDoor:
             outcome = Outcome.UNREACHABLE
             return error
         except asyncio.CancelledError:
-            outcome = self._cancelled(call)
+            outcome, status = self._cancelled(call), record.status
             raise
         finally:
-            flight.finish(outcome, self.clock(), usage)
+            now = self.clock()
+            flight.finish(outcome, now, usage)
+            if call.trace is not None:
+                call.trace.landed(flight, outcome, status, now)
             self.telemetry.attempt_ended(decision.replica, outcome)
         if relay.status == 0:
             return relay.error
         note_answer(record, relay, call)
-        self._note(record, relay, outcome, usage)
+        note_end(record, relay, outcome, usage)
         self._own(call, flight, relay)
         return None
 
@@ -336,6 +336,8 @@ class FrontDoor:
         """Send the call to the flight's replica and relay its answer. Raises `ConnectFailed`."""
         upstream = self.upstream(flight.replica)
         request_id = record.request_id.encode()
+        if call.trace is not None:
+            lines += call.trace.send(self.clock())
         head = request_head(call, upstream.host_header, lines, request_id)
         extra = [
             (b"x-request-id", request_id),
@@ -452,12 +454,16 @@ class FrontDoor:
         if caller is not None:
             record.key, record.tenant = caller.key.name, caller.key.tenant
         self.telemetry.request_ended(record)
+        if self.tracing is not None:
+            self.tracing.unread(headers, record)
 
     def _record(self, call: Call, forwarding: Forwarding) -> RequestRecord:
         request_id = self._request_id(forwarding.request_id)
         record = RequestRecord(request_id=request_id, route=call.endpoint.path, request_bytes=len(call.body))
         if call.caller is not None:
             record.key, record.tenant = call.caller.key.name, call.caller.key.tenant
+        if call.trace is not None and call.trace.sampled:
+            record.trace_id = call.trace.name
         return record
 
     def _request_id(self, given: bytes | None) -> str:
@@ -465,15 +471,6 @@ class FrontDoor:
         if given is not None and REQUEST_ID.fullmatch(given):
             return given.decode()
         return f"{self._id_prefix}-{next(self._id_count):x}"
-
-    def _note(self, record: RequestRecord, relay: Relay, outcome: Outcome, usage: Usage | None) -> None:
-        record.outcome = outcome.value
-        if outcome is not Outcome.COMPLETED:
-            record.error = code_of(relay.error) if relay.error else SAID_BY_REPLICA.get(outcome, "")
-        if usage is not None:
-            record.prompt_tokens = usage.prompt_tokens
-            record.cached_tokens = usage.cached_tokens
-            record.completion_tokens = usage.completion_tokens
 
     def _refuse(self, client: Client, call: Call, error: Exception, record: RequestRecord) -> None:
         refusal: ErrorAnswer = answer(error, anthropic=call.endpoint.anthropic)
@@ -487,17 +484,3 @@ class FrontDoor:
         headers = [*refusal.headers, (b"x-request-id", record.request_id.encode())]
         client.start(refusal.status, headers)
         client.write(refusal.body, True)
-
-
-def is_stale(error: UpstreamError | None) -> bool:
-    return isinstance(error, ConnectionLost) and error.stale
-
-
-def note_answer(record: RequestRecord, relay: Relay, call: Call) -> None:
-    """What the client has got, whether or not that was all."""
-    record.status = relay.sent_status
-    record.stream = relay.streaming
-    record.response_bytes = relay.response_bytes
-    call.made = relay.response_id() or call.made
-    if relay.first_token_at is not None:
-        record.ttft_seconds = relay.first_token_at - call.received_at

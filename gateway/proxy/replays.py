@@ -11,11 +11,30 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from gateway.proxy.errors import ConnectFailed, ConnectionLost, EngineDraining, TlsFailed, UpstreamError
+
+KEPT_CONNECTION = "kept"
+CAUSES: dict[type[UpstreamError], str] = {
+    ConnectFailed: "unreachable",
+    TlsFailed: "unreachable",
+    ConnectionLost: "lost",
+    EngineDraining: "draining",
+}
+"""Why a request was sent once more, as metrics call it; `kept`: its connection had idled, and was probably dead."""
 PRICE = 5
 """Requests that pay for one replay, in the long run. Envoy's default budget for retries, but earned over time: a fifth
 of what is in flight at the moment would not do where one of two replicas dies, or one of three."""
 LEAST_SAVED = 10
 """So that a gateway with little to do, or one that just started, survives the loss of a replica too."""
+
+
+def is_stale(error: UpstreamError | None) -> bool:
+    return isinstance(error, ConnectionLost) and error.stale
+
+
+def cause_of(error: UpstreamError) -> str:
+    """Why it is sent once more."""
+    return KEPT_CONNECTION if is_stale(error) else CAUSES[type(error)]
 
 
 class Replays:

@@ -14,7 +14,7 @@ import httpx
 import pytest
 
 from gateway import app
-from gateway.config import Admin, Auth, Config, Feeds, Replica, Routing, Server, Upstream
+from gateway.config import Admin, Auth, Config, Feeds, Replica, Routing, Server, Tracing, Upstream, checked
 from tests.proxy.scripted import ScriptedReplica
 
 MODES = ("fast", "asgi")
@@ -57,6 +57,7 @@ async def running_gateway(
     verify: ssl.SSLContext | bool = True,
     auth: dict[str, Any] | None = None,
     admin: dict[str, Any] | None = None,
+    tracing: dict[str, Any] | None = None,
     key: str | None = None,
 ) -> AsyncIterator[RunningGateway]:
     """`key`: the client's own, sent with all its requests."""
@@ -77,9 +78,10 @@ async def running_gateway(
         ),
         auth=Auth(**(auth or {})),
         admin=Admin(**(admin or {})),
+        tracing=Tracing(**(tracing or {})),
     )
     listening: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-    task = asyncio.create_task(app.serve(config, on_ready=listening.set_result))
+    task = asyncio.create_task(app.serve(checked(config), on_ready=listening.set_result))
     done, _ = await asyncio.wait((listening, task), timeout=10, return_when=asyncio.FIRST_COMPLETED)
     if task in done:
         task.result()

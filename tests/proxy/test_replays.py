@@ -13,8 +13,7 @@ import httpx
 import pytest
 
 from gateway.proxy.errors import ConnectFailed, ConnectionLost, EngineDraining, TlsFailed, UpstreamError
-from gateway.proxy.front_door import REPLAY_CAUSES
-from gateway.proxy.replays import Replays
+from gateway.proxy.replays import CAUSES, Replays
 from gateway.proxy.upstream import STALE_SECONDS
 from tests.proxy.certificates import Authority
 from tests.proxy.conftest import RunningGateway, eventually, running_gateway
@@ -380,7 +379,7 @@ FAULTS = {
 
 
 def test_every_cause_of_a_replay_has_its_fault_here() -> None:
-    assert FAULTS.keys() == REPLAY_CAUSES.keys()
+    assert FAULTS.keys() == CAUSES.keys()
 
 
 @pytest.mark.parametrize("cause", FAULTS)
@@ -401,7 +400,7 @@ async def test_whatever_befalls_one_of_two_the_other_answers_and_the_cause_is_co
                 assert (response.status_code, response.content) == (200, ANSWER)
                 assert response.headers["x-warmlane-replica"] == second.url
             replays = await counted(gateway, "warmlane_replays_total")
-            label = f'{{cause="{REPLAY_CAUSES[cause]}"}}'
+            label = f'{{cause="{CAUSES[cause]}"}}'
             assert replays[label] >= 1
             assert sum(replays.values()) == replays[label]
 
