@@ -18,6 +18,7 @@ from gateway.core.settings import POLICY_NAMES
 from gateway.doctor_command import doctor, key_in
 from gateway.outlet import outlet
 from gateway.plan_command import plan
+from gateway.top_command import top
 from loadtests.options import Options, as_command
 
 if TYPE_CHECKING:
@@ -401,6 +402,7 @@ def replay(options: Options) -> int:
 cli.command("replay")(as_command(replay))
 cli.command()(plan)
 cli.command()(doctor)
+cli.command()(top)
 
 
 @key.command()

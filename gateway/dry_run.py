@@ -36,6 +36,7 @@ class Answer(Struct):
     reason: str
     replica: str
     ranking: list[Candidate]
+    why: str = ""
 
 
 def ask(url: str, body: bytes, session: str | None = None, key: str | None = None) -> bytes:
@@ -96,7 +97,7 @@ def table(answer: bytes) -> str:
         counts = [candidate.cached_tokens, candidate.prompt_tokens, candidate.in_flight, candidate.pending_tokens]
         rows.append([candidate.replica, f"{candidate.total_seconds:.4f}", *costs, *map(str, counts)])
     title = f"policy {decision.policy}: {decision.reason} -> {decision.replica}"
-    return "\n".join([title, "", *aligned(rows)])
+    return "\n".join([title, *filter(None, [decision.why]), "", *aligned(rows)])
 
 
 def aligned(rows: list[list[str]]) -> list[str]:

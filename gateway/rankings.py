@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from gateway.core.model import Cost, Decision, ReplicaView
+from gateway.core.model import Cost, Decision, Reason, ReplicaView
+from gateway.figures import percent, short_name, tokens
 
 CANDIDATES = 8
 """The best of each decision: beyond them nobody reads, and 64 for each would make the ring of decisions 16 MB large."""
@@ -46,3 +47,22 @@ def decision_row(decision: Decision) -> dict[str, Any]:
         "candidates": len(decision.ranking),
         "ranking": ranked_rows(shortened(decision.ranking)),
     }
+
+
+def why(reason: str, ranking: Ranking) -> str:
+    """The reason as a sentence. `ranking` has at least the first and whoever holds most of the prompt."""
+    first = ranking[0][0]
+    name = short_name(first.replica)
+    share = percent(first.cached_tokens / max(1.0, first.prompt_tokens))
+    held = f"{tokens(first.cached_tokens)} of {tokens(first.prompt_tokens)} prompt tokens ({share})"
+    if reason == Reason.PINNED.value:
+        return f"{name} keeps the stored response that this is about: no other can serve it."
+    if reason == Reason.ONLY.value:
+        return f"{name} is the only candidate; it is believed to hold {held}."
+    if reason == Reason.COLD.value:
+        return f"Nobody is believed to hold anything of this prompt, so load decides: {name} is cheapest."
+    if reason == Reason.WARM.value:
+        return f"{name} is believed to hold {held}: nobody holds more."
+    longest = max((view for view, _ in ranking), key=lambda view: view.cached_tokens)
+    more = f"{short_name(longest.replica)} holds more of it ({tokens(longest.cached_tokens)} tokens)"
+    return f"{more}, but to wait there costs more than it saves: {name} is cheaper, and holds {held}."

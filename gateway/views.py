@@ -16,7 +16,7 @@ from gateway.feeds.discovery import Discovery
 from gateway.feeds.engines import Engines
 from gateway.feeds.registry import Registration, Registry
 from gateway.proxy.errors import AdminKeyRequired, NotOpen
-from gateway.rankings import ranked_rows
+from gateway.rankings import ranked_rows, why
 
 
 class Viewers:
@@ -119,6 +119,7 @@ def explained(decision: Decision) -> dict[str, Any]:
         "policy": decision.policy,
         "reason": decision.reason.value,
         "replica": decision.replica,
+        "why": why(decision.reason.value, decision.ranking),
         "ranking": ranked_rows(decision.ranking),
     }
 

@@ -520,7 +520,8 @@ def test_serve_stands_in_front_of_a_replica_and_route_explains(start, replica, t
     file.write_bytes(body)
     code, table, _ = here("route", "--url", url, str(file))
     assert code == 0
-    title, _, head, row = table.splitlines()
+    title, why, _, head, row = table.splitlines()
+    assert why == decision["why"]
     assert title == f"policy least-work: {decision['reason']} -> {replica}"
     assert head.split()[:2] == ["replica", "cost"]
     assert set(decision["ranking"][0]["parts"]) <= set(head.split())

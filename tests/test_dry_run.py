@@ -8,11 +8,13 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
 
+from gateway.core.model import Cost, Reason, ReplicaId, ReplicaView
 from gateway.dry_run import Unanswered, ask, table
+from gateway.rankings import why
 
 ANSWER = (
     b'{"policy":"p","reason":"warm","replica":"http://a","ranking":[{"replica":"http://a","total_seconds":0.5,"parts":'
-    b'{"queue":0.2,"prefill":0.3},"cached_tokens":5,"prompt_tokens":9,"in_flight":1,"pending_tokens":4}]}'
+    b'{"queue":0.2,"prefill":0.3},"cached_tokens":5,"prompt_tokens":9,"in_flight":1,"pending_tokens":4}],"why":"So."}'
 )
 
 
@@ -64,6 +66,30 @@ def test_a_session_that_is_no_header_is_refused(gateway):
 
 
 def test_the_table_has_every_part():
-    head, row = table(ANSWER).splitlines()[2:]
+    title, why, empty, head, row = table(ANSWER).splitlines()
+    assert (title, why, empty) == ("policy p: warm -> http://a", "So.", "")
     assert head.split()[:4] == ["replica", "cost", "queue", "prefill"]
     assert row.split() == ["http://a", "0.5000", "0.2000", "0.3000", "5", "9", "1", "4"]
+
+
+FIRST = ReplicaView(ReplicaId("http://a:1"), 20_000, 1_000, 0, 0, 0, 0, None, 100_000, 5_000, 0, 0, 0)
+LONGEST = FIRST._replace(replica=ReplicaId("http://b:2"), cached_tokens=18_000)
+FREE = Cost(0.0, ())
+
+
+@pytest.mark.parametrize(
+    ("reason", "sentence"),
+    [
+        (Reason.WARM, "a:1 is believed to hold 1,000 of 20.0k prompt tokens (5 %): nobody holds more."),
+        (Reason.COLD, "Nobody is believed to hold anything of this prompt, so load decides: a:1 is cheapest."),
+        (Reason.ONLY, "a:1 is the only candidate; it is believed to hold 1,000 of 20.0k prompt tokens (5 %)."),
+        (Reason.PINNED, "a:1 keeps the stored response that this is about: no other can serve it."),
+        (
+            Reason.SPILLED,
+            "b:2 holds more of it (18.0k tokens), but to wait there costs more than it saves: "
+            "a:1 is cheaper, and holds 1,000 of 20.0k prompt tokens (5 %).",
+        ),
+    ],
+)
+def test_the_reason_is_a_sentence(reason, sentence):
+    assert why(reason.value, ((FIRST, FREE), (LONGEST, FREE))) == sentence

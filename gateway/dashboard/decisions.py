@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from gateway.core.model import Decision
-from gateway.rankings import Ranking, ranked_rows, shortened
+from gateway.rankings import Ranking, ranked_rows, shortened, why
 from gateway.request_log import RequestRecord, clean
 
 KEPT = 200
@@ -76,6 +76,7 @@ def shown(entry: Entry) -> dict[str, Any]:
         "policy": entry.policy,
         "reason": entry.reason,
         "replica": entry.ranking[0][0].replica,
+        "why": why(entry.reason, entry.ranking),
         "candidates": entry.candidates,
         "ranking": ranked_rows(entry.ranking),
         "end": ended(entry),

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import socket
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
@@ -16,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from tests.chaos.rig import ROOT, Rig, standing
+from tests.chaos.rig import ROOT, Rig, free_ports, standing
 
 HERE = Path(__file__).parent
 PLAYWRIGHT = ROOT / os.environ.get("E2E_PACKAGES", ".cache/e2e")
@@ -84,10 +83,7 @@ def is_own(url: str, host: str) -> bool:
 @pytest.fixture
 async def rig(tmp_path: Path) -> AsyncIterator[Rig]:
     """Two embedded replicas and a gateway with an admin listener, on a port that it keeps when it starts again."""
-    with socket.socket() as one, socket.socket() as other:
-        for free in (one, other):
-            free.bind(("127.0.0.1", 0))
-        port, admin_port = one.getsockname()[1], other.getsockname()[1]
+    port, admin_port = free_ports(2)
     key = tmp_path / "admin-key"
     key.write_text(KEY)
     config = {"server": {"port": port}, "admin": {"port": admin_port, "key_file": str(key)}}

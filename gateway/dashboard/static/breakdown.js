@@ -1,10 +1,10 @@
-// Why a replica was chosen: one sentence, and each candidate's cost by its parts.
-import { NONE, element, percent, seconds, shortName, tokens } from "./text.js";
+// Why a replica was chosen: the gateway's sentence, and each candidate's cost by its parts.
+import { NONE, element, seconds, shortName, tokens } from "./text.js";
 
 const STACK_PIXELS = 150;
 const COLOURS = 8;
 
-export function breakdown({ policy, reason, ranking, candidates }) {
+export function breakdown({ policy, why, ranking, candidates }) {
   const inSeconds = policy === "cache-cost";
   const all = [...new Set(ranking.flatMap((one) => Object.keys(one.parts)))];
   const parts = all.filter((part) => ranking.some((one) => one.parts[part])); // what costs nobody anything says nothing
@@ -36,7 +36,7 @@ export function breakdown({ policy, reason, ranking, candidates }) {
   );
   const more = candidates > ranking.length ? ` ${candidates - ranking.length} dearer candidates are not listed.` : "";
   return [
-    element("p", {}, sentence(reason, ranking) + more),
+    element("p", {}, why + more),
     element("div", { class: "scroll", tabindex: 0, role: "group", "aria-label": "Costs by parts" }, table),
   ];
 }
@@ -69,18 +69,6 @@ function stack(one, parts, dearest, colour) {
 
 function positive(one) {
   return Object.values(one.parts).reduce((sum, value) => sum + Math.max(0, value), 0);
-}
-
-function sentence(reason, ranking) {
-  const [first] = ranking;
-  const name = shortName(first.replica);
-  const held = `${tokens(first.cached_tokens)} of ${tokens(first.prompt_tokens)} prompt tokens (${percent(first.cached_tokens / Math.max(1, first.prompt_tokens))})`;
-  if (reason === "pinned") return `${name} keeps the stored response that this is about: no other can serve it.`;
-  if (reason === "only") return `${name} is the only candidate; it is believed to hold ${held}.`;
-  if (reason === "cold") return `Nobody is believed to hold anything of this prompt, so load decides: ${name} is cheapest.`;
-  if (reason === "warm") return `${name} is believed to hold ${held}: nobody holds more.`;
-  const longest = ranking.reduce((best, one) => (one.cached_tokens > best.cached_tokens ? one : best));
-  return `${shortName(longest.replica)} holds more of it (${tokens(longest.cached_tokens)} tokens), but to wait there costs more than it saves: ${name} is cheaper, and holds ${held}.`;
 }
 
 /** What became of the request, under its costs. */
