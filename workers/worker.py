@@ -4,7 +4,7 @@ A replica is more than one process (vLLM has an API server, an engine and a work
 of its own and the whole group is killed at the end, however the end came:
 
 - `stop()`: SIGTERM to the leader, which tells its own children; after the grace time SIGKILL to the group.
-- The leader ends by itself: SIGKILL to what is left of the group.
+- The leader ends by itself: SIGKILL to what is left of the group, and to what left the group (`workers.descendants`).
 - This process dies, even by SIGKILL: a watchdog, a few lines of shell that wait on a pipe from here, sees it close and
   ends the group.
 
@@ -31,6 +31,8 @@ from urllib.parse import urlsplit
 
 import httpx
 
+from workers import descendants
+
 log = logging.getLogger(__name__)
 
 STOP_GRACE_SECONDS = 10.0
@@ -41,7 +43,7 @@ PROGRESS_SECONDS = 10.0
 """Between two lines that say the replica is not ready yet: large models load for minutes."""
 KEPT_LINES = 30
 LAST_OUTPUT_SECONDS = 2.0
-"""For the rest of the output after the end. It ends at once, unless a process that left the group holds the pipe."""
+"""For the rest of the output after the end. It ends at once, unless a process that was not found holds the pipe."""
 READ_BYTES = 65_536
 """A line longer than this is passed on in pieces."""
 HEARD_CHARACTERS = 4_096
@@ -53,9 +55,10 @@ SOCKET_FILE = re.compile(r'ipc://(/[^"\s]+)')
 """ZeroMQ endpoints in a command. vLLM leaves the files behind, so the worker removes them."""
 
 WATCHDOG = """
+mark="$1"
 read -r group || exit 0
 read -r stopped && exit 0
-kill -s TERM -- "-$group" 2>/dev/null || exit 0
+kill -s TERM -- "-$group" 2>/dev/null
 tries=25
 while [ "$tries" -gt 0 ] && kill -s 0 -- "-$group" 2>/dev/null; do
   sleep 0.2
@@ -63,6 +66,7 @@ while [ "$tries" -gt 0 ] && kill -s 0 -- "-$group" 2>/dev/null; do
 done
 kill -s KILL -- "-$group" 2>/dev/null
 """
+WATCHDOG += descendants.WATCHDOG
 """First line of its input: the group to watch. A second line: it is gone. End of input instead: our side died."""
 
 
@@ -102,6 +106,7 @@ class Worker:
         self.output = output
         self.listeners = [on_line] if on_line is not None else []
         self.progress = progress
+        self._mark = descendants.new_mark()
         self._process: Process | None = None
         self._watchdog: Process | None = None
         self._leash: int | None = None
@@ -152,7 +157,7 @@ class Worker:
                 stdin=subprocess.DEVNULL,
                 stdout=write_end,
                 stderr=write_end,
-                env={**os.environ, **self.environment},
+                env={**os.environ, **self.environment, descendants.VARIABLE: self._mark},
                 start_new_session=True,
             )
             os.write(self._leash, b"%d\n" % self._process.pid)
@@ -171,6 +176,7 @@ class Worker:
         if self._process is not None:
             kill_group(self._process.pid)
             await self._process.wait()
+            descendants.kill_marked(self._mark)
         await self._dismiss_watchdog()
 
     async def _is_taken(self) -> bool:
@@ -238,6 +244,8 @@ class Worker:
                 "/bin/sh",
                 "-c",
                 WATCHDOG,
+                "watchdog",
+                descendants.assignment(self._mark),
                 stdin=read_end,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
@@ -266,6 +274,7 @@ class Worker:
         copying = asyncio.create_task(self._copy_output(read_end))
         exit_code = await process.wait()
         kill_group(process.pid)
+        await asyncio.to_thread(descendants.kill_marked, self._mark)  # milliseconds for hundreds of processes
         await asyncio.wait({copying}, timeout=LAST_OUTPUT_SECONDS)
         copying.cancel()
         self._remove_socket_files()

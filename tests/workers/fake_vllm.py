@@ -3,8 +3,8 @@
 
 `serve MODEL --host H --port P`: prints the ids of both processes, then answers 200. GET of /end ends the leader and
 leaves its child. Models: `ok`; `silent` (never opens its port); `broken` (prints why and exits 3); `stubborn` (ignores
-SIGTERM); `loud` (prints one long line, a progress bar and bytes that are no text). `--version` prints FAKE_VERSION, and
-the file ENGINE_LOG names is printed before the port opens.
+SIGTERM); `wild` (its child leads a session of its own); `loud` (prints one long line, a progress bar and bytes that are
+no text). `--version` prints FAKE_VERSION, and the file ENGINE_LOG names is printed before the port opens.
 """
 
 import http.server
@@ -40,7 +40,7 @@ def main() -> None:
     if model == "stubborn":
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     # The engine: outlives a leader that is killed, as vLLM's does for seconds or for ever.
-    engine = subprocess.Popen(["sleep", "300"])
+    engine = subprocess.Popen(["sleep", "300"], start_new_session=model == "wild")
     print(f"pids {os.getpid()} {engine.pid} colour={os.environ.get('COLOUR')}", flush=True)
     if model == "broken":
         print("CUDA out of memory, say", file=sys.stderr, flush=True)

@@ -538,8 +538,9 @@ async def test_a_cancelled_stop_kills_at_once() -> None:
     assert await replica.worker.wait() == -signal.SIGKILL
 
 
-async def test_a_leader_that_dies_takes_its_group_along() -> None:
-    replica = Replica("ok")
+@pytest.mark.parametrize("model", ["ok", "wild"])
+async def test_a_leader_that_dies_takes_its_processes_along(model: str) -> None:
+    replica = Replica(model)
     await replica.worker.start()
     await replica.worker.wait_ready(DEADLINE_SECONDS)
     leader, engine = replica.pids()
@@ -669,8 +670,9 @@ def test_a_second_signal_does_not_wait(foreground: Callable[..., subprocess.Pope
     wait_until(lambda: not any(map(is_running, pids)), "both processes are gone")
 
 
-def test_sigkill_of_the_parent_leaves_no_orphan(foreground: Callable[..., subprocess.Popen[str]]) -> None:
-    process = foreground("stubborn")
+@pytest.mark.parametrize("model", ["stubborn", "wild"])
+def test_sigkill_of_the_parent_leaves_no_orphan(foreground: Callable[..., subprocess.Popen[str]], model: str) -> None:
+    process = foreground(model)
     pids = announced(read_until(process, "is ready at"))
     assert len(pids) == 2
     assert all(map(is_running, pids))
