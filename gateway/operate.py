@@ -49,6 +49,11 @@ class Fleet(Struct):
     replicas: list[Replica]
     registrations: list[Registration]
 
+    def out(self, registration: Registration) -> list[Address]:
+        """Addresses that stay out. One may be in on another's word, as a configured replica is."""
+        known = {one.replica for one in self.replicas}
+        return [one for one in registration.addresses if one.problem and one.replica not in known]
+
 
 class Restart(Struct):
     is_over: bool
@@ -172,7 +177,7 @@ def table(answer: bytes) -> str:
     for registration in fleet.registrations:
         if registration.problem:
             lines.append(f"registered but out: {registration.url}: {registration.problem}")
-        lines += [f"registered but out: {one.replica}: {one.problem}" for one in registration.addresses if one.problem]
+        lines += [f"registered but out: {one.replica}: {one.problem}" for one in fleet.out(registration)]
     return "\n".join(lines)
 
 

@@ -108,8 +108,10 @@ def stale_load(window: Window) -> Iterator[Symptom]:
 
 def registrations_out(window: Window) -> Iterator[Symptom]:
     for gateway in window.gateways:
-        for one in gateway.fleet.registrations if gateway.fleet else ():
-            problems = [one.problem, *(f"{at.replica}: {at.problem}" for at in one.addresses if at.problem)]
+        if (fleet := gateway.fleet) is None:
+            continue
+        for one in fleet.registrations:
+            problems = [one.problem, *(f"{at.replica}: {at.problem}" for at in fleet.out(one))]
             if said := "; ".join(problem for problem in problems if problem):
                 yield Symptom(one.url, f"registered at {gateway.url} and out: {said}")
 

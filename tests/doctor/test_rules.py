@@ -91,6 +91,7 @@ def without_http(_: int, text: str) -> str:
 
 STARTS = [1.0, 1.0, 1.0, 2.0, 2.0, 2.0]
 REJECTED = Registration("http://10.0.0.9:8000", "", [Address("http://10.0.0.9:8000", "serves another model")])
+REDUNDANT = Registration(THERE, "", [Address(THERE, "is configured already")])
 HALF_FULL = setting("vllm:kv_cache_usage_perc", [0.5] * 6)
 WAITED = setting("vllm:num_requests_waiting", [2.0, 3.0, 3.0, 2.0])
 NO_QUEUE = setting("vllm:num_requests_waiting", [0.0] * 6)
@@ -321,7 +322,7 @@ CASES: dict[str, Case] = {
     "registered-but-out": Case(
         lambda: behind(gateway(registrations=[REJECTED])),
         f"registered at {G} and out: http://10.0.0.9:8000: serves another model",
-        lambda: behind(gateway()),
+        lambda: behind(gateway(registrations=[REDUNDANT])),
         "http://10.0.0.9:8000",
     ),
     "out-of-sight": Case(
