@@ -35,8 +35,8 @@ MAX_SKEW_SECONDS = 60.0
 """Between the clocks of two hosts. So long an old announcement is good for a gateway that has just started."""
 MAX_ANNOUNCEMENTS = 512
 """Read at one look: twice as many as may be registered, for those that went lately."""
-MAX_BYTES = 16 * 1024
-"""With what follows it fits."""
+MAX_BYTES = 40 * 1024
+"""So many take names of the most letters, each of four bytes."""
 MAX_MODELS = 32
 MAX_NAME = 256
 EXPIRED = "expired"

@@ -113,6 +113,12 @@ def test_a_restarted_replica_does_not_go_with_its_predecessor(ledger):
     assert ledger.announced(1.0, nobody)[A].models == ("new",)
 
 
+def test_the_longest_that_a_replica_makes_is_taken(ledger, refused):
+    names = tuple(chr(0x1F600 + number) * announcements.MAX_NAME for number in range(announcements.MAX_MODELS))
+    ledger.read(Replica("http://" + "a" * 63 + ":8000").says(models=names), 0.0, 1_000.0)
+    assert (len(ledger.announced(0.0, nobody)), refused) == (1, [])
+
+
 @pytest.mark.parametrize(
     ("said", "reason"),
     [
