@@ -56,6 +56,7 @@ class SharedView:
         self._joined += 1
         journal = gateway.router.journal = Journal()
         self._outboxes[gateway] = Outbox(journal, partial(gateway.router.report_to_peers, f"gateway-{self._joined}"))
+        gateway.router.cut_off = self._sharing.loss >= 1.0
         for told in self._stream:
             if self._arrival(told) <= now:
                 self._hear(gateway, told, now, age=now - told.at)

@@ -1,4 +1,5 @@
-"""Order of the candidates once they have costs: cheapest first, ties broken without a preference for anybody.
+"""Order of the candidates once they have costs: cheapest first, ties broken without a preference for anybody, or as
+other gateways would.
 
 Ties go to the fewest in flight, then to a draw. The draw is a pure function of the number of requests started so far:
 each run of n draws among n candidates is one permutation of them, so even a tie between the same replicas for ever
@@ -13,6 +14,16 @@ from xxhash import xxh3_64_intdigest
 
 from gateway.core.model import Cost, Reason, ReplicaView, RouteRequest
 
+AGREED_SHARE = 0.1
+"""Gateways that hear of each other agree where costs differ by no more than this share of the prompt's uncached
+prefill. Simulated with four gateways that hear of each other after 75 ms, the conversation trace at load 0.8 waited
+0.588 s in the mean instead of 0.614, since they no longer send different prompts to the same idle replica at once; 0.25
+did no better, 1.0 waited 0.635. Agents did not notice."""
+CUT_OFF_SHARE = 1.0
+"""The same where they cannot hear of each other: then to agree is all that finds the cache. Simulated agents on four
+gateways found 58.7 % cached instead of 50.7, and waited 2.30 s instead of 2.50; the conversation, where less goes on,
+14.5 % instead of 12.9, and 0.98 s instead of 0.86."""
+
 Ranking = tuple[tuple[ReplicaView, Cost], ...]
 Row = tuple[ReplicaView, Cost]
 
@@ -26,6 +37,18 @@ def ranked(views: Sequence[ReplicaView], costs: Sequence[Cost], draw: int) -> Ra
             count = next((i for i, row in enumerate(rows) if row[1].total != least), len(rows))
             rows[:count] = settled(rows[:count], draw)
     return tuple(rows)
+
+
+def agreed(ranking: Ranking, key: int, slack_seconds: float) -> Ranking:
+    """Rendezvous hashing: of those that hold as much of the prompt as the cheapest and cost hardly more, the one that
+    any gateway with the same `key` would take comes first."""
+    cheapest, cost = ranking[0]
+    limit, cached = cost.total + slack_seconds, cheapest.cached_tokens
+    near = [row for row in ranking if row[1].total <= limit and row[0].cached_tokens >= cached]
+    chosen = max(near, key=lambda row: xxh3_64_intdigest(row[0].replica.encode(), key))
+    if chosen is ranking[0]:
+        return ranking
+    return (chosen, *[row for row in ranking if row is not chosen])
 
 
 def total_of(row: Row) -> float:

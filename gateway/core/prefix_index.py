@@ -454,6 +454,16 @@ class PrefixIndex:
                 depth = points[block].depth
         return depth
 
+    def discriminating(self, blocks: Sequence[BlockHash], now: float) -> BlockHash | None:
+        """The first block that tells the prompt from many that open alike: after the deepest branch point where at
+        least as many part ways as there are replicas. `None` where it ends there. The same for all turns of a chat, and
+        in every gateway that has seen some prompts of each kind."""
+        points, replicas, depth = self._branches, len(self._replicas), 0
+        for block in filter(points.__contains__, blocks):
+            if points[block].count_at(now) >= replicas:
+                depth = points[block].depth
+        return blocks[depth] if depth < len(blocks) else None
+
     def went_on(self, now: float) -> None:
         """A prompt went on where another had ended."""
         self._turns.grow(now)

@@ -64,7 +64,7 @@ from gateway.core.model import (
     Usage,
 )
 from gateway.core.ownership import Ownership
-from gateway.core.pickers import ranked, reason_of
+from gateway.core.pickers import AGREED_SHARE, CUT_OFF_SHARE, Ranking, agreed, ranked, reason_of
 from gateway.core.policy import Policy, policy_named
 from gateway.core.prefix_index import PrefixIndex
 from gateway.core.rates import BytesPerToken, PrefillRates
@@ -101,7 +101,9 @@ class Router:
         self.before_start: Callable[[Decision, float], None] | None = None
         """Hears of each decision just before it is booked. Must not raise."""
         self.journal: Journal | None = None
-        """Where it is written down for other gateways what was sent and stored."""
+        """Where it is written down for other gateways what was sent and stored; `None`: there are none."""
+        self.cut_off = False
+        """Other gateways cannot be heard."""
 
     def __repr__(self) -> str:
         return f"<Router {self._policy.name}: {len(self._replicas)} replicas, {self._admission!r}, {self._index!r}>"
@@ -188,6 +190,8 @@ class Router:
             views = [promises.seen(view) for view in views]
         draw = self._seed + self._started
         ranking = ranked(views, chosen.costs(request, views, draw), draw)
+        if self.journal is not None and chosen.reads_cache and len(ranking) > 1:
+            ranking = self._agreed(ranking, request, now)
         return Decision(request, chosen.name, reason_of(request, ranking), ranking)
 
     def release(self, now: float) -> Release:
@@ -356,6 +360,16 @@ class Router:
         return min(overdue_at, now + max(min(seconds), holding.TICK_SECONDS)) if seconds else overdue_at
 
     # ---- inside ----------------------------------------------------------------------------------------------------
+
+    def _agreed(self, ranking: Ranking, request: RouteRequest, now: float) -> Ranking:
+        """Where it hardly matters, as other gateways would have it, which may know nothing of this prompt yet."""
+        view, cost = ranking[0]
+        share = CUT_OFF_SHARE if self.cut_off else AGREED_SHARE
+        slack = share * (view.prompt_tokens - view.cached_tokens) / view.prefill_rate
+        if ranking[1][1].total > cost.total + slack:
+            return ranking
+        key = self._index.discriminating(request.blocks, now)
+        return ranking if key is None else agreed(ranking, key, slack)
 
     def _hear_peer(self, fact: PeerFact, now: float) -> None:
         replica = self._replicas.get(fact.replica)

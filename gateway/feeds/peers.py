@@ -5,8 +5,8 @@ The facts go into its own router, which stays the one place where anything is de
 waits for Redis, or asks it anything.
 
 **Redis is a convenience.** Every round has a time limit; one that fails is tried again after half a second, a second,
-and then every two. Until it is back each gateway decides by what it knows, and keeps a bounded journal. What a failed
-round had taken out goes back there.
+and then every two. Until it is back each gateway decides by what it knows, and by a hash where that leaves a choice
+(`core.pickers.agreed`), and keeps a bounded journal. What a failed round had taken out goes back there.
 
 **The stream is bounded, and is the snapshot.** It is cut at the configured size by whoever adds to it. A gateway that
 starts reads all of it, so it knows what was sent where before its first decision: as old as it is, since the oldest
@@ -142,7 +142,7 @@ class Peers:
                         await self._find_position()
                     await self._exchange()
                 except Exception as error:  # whatever a broken server makes of the client: the view is not worth more
-                    self._series.connected = False
+                    self._note_connected(False)
                     self._series.failures += 1
                     if not self._failures:
                         log.warning("Redis at %s: %s; deciding alone until it is back", self._place, in_short(error))
@@ -151,6 +151,10 @@ class Peers:
                     self._failures += 1
         finally:
             await self._disconnect()
+
+    def _note_connected(self, connected: bool) -> None:
+        self._series.connected = connected
+        self._router.cut_off = not connected
 
     async def _disconnect(self) -> None:
         with contextlib.suppress(Exception):  # it is gone either way
@@ -185,7 +189,7 @@ class Peers:
         if self._failures:
             log.info("Redis at %s is back: the view is shared again", self._place)
         self._failures = 0
-        self._series.connected = True
+        self._note_connected(True)
 
     async def _round(self, entries: list[bytes]) -> list[tuple[bytes, dict[bytes, bytes]]]:
         pipeline = self._redis.pipeline(transaction=False)

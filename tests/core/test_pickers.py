@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import pytest
 
 from gateway.core.model import Cost, ReplicaId, ReplicaView
-from gateway.core.pickers import ranked
+from gateway.core.pickers import agreed, ranked
 
 
 def views(in_flight: Sequence[int]) -> list[ReplicaView]:
@@ -51,3 +51,34 @@ def test_keeps_all_candidates_and_the_order_of_the_rest() -> None:
     for draw in range(4):
         ranking = ranked(views([0, 1, 0, 0, 0]), [Cost(total, ()) for total in totals], draw)
         assert [view.replica[-1] for view, _ in ranking] == ["2", "1", "3", "4", "0"]
+
+
+def with_cached(cached: Sequence[float], totals: Sequence[float]) -> tuple[tuple[ReplicaView, Cost], ...]:
+    rows = [view._replace(cached_tokens=tokens) for view, tokens in zip(views([0] * len(cached)), cached, strict=True)]
+    return ranked(rows, [Cost(total, ()) for total in totals], 0)
+
+
+def agreed_first(totals: Sequence[float], key: int, slack: float, cached: Sequence[float] | None = None) -> str:
+    ranking = agreed(with_cached(cached or [0.0] * len(totals), totals), key, slack)
+    assert sorted(view.replica for view, _ in ranking) == sorted(view.replica for view in views([0] * len(totals)))
+    rest = [cost.total for _, cost in ranking[1:]]
+    assert rest == sorted(rest)
+    return ranking[0][0].replica
+
+
+def test_gateways_with_other_costs_agree_where_they_hardly_differ() -> None:
+    for key in range(100):
+        assert agreed_first([1.0, 1.05, 1.02], key, 0.1) == agreed_first([1.04, 1.0, 1.09], key, 0.1)
+
+
+def test_keys_are_spread_evenly_and_a_lost_replica_moves_its_own_only() -> None:
+    before = {key: agreed_first([1.0] * 4, key, 0.0) for key in range(2_000)}
+    assert all(400 < count < 600 for count in Counter(before.values()).values())
+    after = {key: agreed_first([1.0, 1.0, 1.0, 9.0], key, 0.0) for key in before}
+    assert all(after[key] == place for key, place in before.items() if place != "http://r3")
+
+
+def test_nobody_much_dearer_and_nobody_colder_is_agreed_on() -> None:
+    for key in range(50):
+        assert agreed_first([1.0, 1.2, 3.0], key, 0.1) == "http://r0"
+        assert agreed_first([1.0, 1.05, 1.05], key, 0.1, cached=[500.0, 0.0, 499.0]) == "http://r0"

@@ -386,3 +386,23 @@ class TestMemory:
             replica.touch(hot[i % 20], float(i))
         assert all(replica.match(prompt) == 8 for prompt in hot)
         assert index.memory_bytes <= 1 << 20
+
+
+def test_the_discriminating_block_comes_after_what_many_share_and_is_the_same_for_all_turns() -> None:
+    """Two gateways saw different chats behind one system prompt of five blocks."""
+    system = [BlockHash(block) for block in range(1, 6)]
+
+    def chat(number: int, turns: int) -> list[BlockHash]:
+        return [*system, *(BlockHash(1_000 * number + block) for block in range(turns))]
+
+    one, two = PrefixIndex(10**9), PrefixIndex(10**9)
+    for index, numbers in ((one, range(1, 9)), (two, range(11, 19))):
+        replicas = [index.add(ReplicaId(name), 1_000) for name in "abcd"]
+        assert index.discriminating(chat(99, 3), 0.0) == system[0]
+        for number in numbers:
+            replicas[number % 2].touch(chat(number, 4), 0.0)
+    for index in (one, two):
+        assert index.discriminating(chat(99, 3), 0.0) == 99_000
+        assert index.discriminating(chat(1, 9), 0.0) == 1_000
+        assert index.discriminating(system, 0.0) is None
+        assert index.discriminating([], 0.0) is None

@@ -224,3 +224,40 @@ def test_old_reports_are_not_credible_and_old_prompts_are() -> None:
     sent = PeerSent(A, prompt(1).blocks)
     assert credible([sent, report(A)], REPORT_SECONDS) == [sent, report(A)]
     assert credible([sent, report(A)], REPORT_SECONDS + 0.1) == [sent]
+
+
+def busy_with(prompts: range, gateways: int = 1) -> list[Router]:
+    """Gateways that cannot hear each other; each has sent other prompts, which still run."""
+    made = [router() for _ in range(gateways)]
+    for number, one in enumerate(made):
+        one.journal = Journal()
+        one.cut_off = True
+        for first in prompts:
+            one.start(one.decide(prompt(1_000 * (number + 1) + first, 10), 0.0), 0.0)
+    return made
+
+
+def test_gateways_that_cannot_hear_each_other_send_a_cold_prompt_to_the_same_replica() -> None:
+    one, two = busy_with(range(3), gateways=2)
+    places = [tuple(each.decide(prompt(first), 0.1).replica for each in (one, two)) for first in range(200)]
+    assert sum(first == second for first, second in places) >= 190
+    assert {A, B} == {first for first, _ in places}
+
+
+def test_a_gateway_alone_spreads_ties_evenly_as_before() -> None:
+    one = router()
+    places = []
+    for first in range(40):
+        flight = one.start(one.decide(prompt(first), float(first)), float(first))
+        flight.first_token(first + 0.5)
+        flight.finish(Outcome.COMPLETED, first + 0.6)
+        places.append(flight.replica)
+    assert abs(places.count(A) - places.count(B)) <= 4
+
+
+def test_what_is_warm_is_never_given_up_for_agreement() -> None:
+    (one,) = busy_with(range(0))
+    for first in range(50):
+        replica = (A, B)[first % 2]
+        one.observe(PeerSent(replica, prompt(first).blocks), 1.0)
+        assert one.decide(prompt(first), 1.1).replica == replica

@@ -187,12 +187,14 @@ async def test_frozen(server: RedisServer) -> None:
         await shares_again(one, two, 1)
         server.freeze()
         await until(lambda: not one.series.connected and not two.series.connected, "both have noticed")
+        assert one.router.cut_off
         failures = one.series.failures
         replica = one.send(2)
         await until(lambda: one.series.failures > failures, "another round fails")
         server.thaw()
         await until(lambda: two.cached_tokens(2, replica) > 0, "what was sent meanwhile is told")
         await shares_again(one, two, 3)
+        assert not one.router.cut_off
 
 
 async def test_wrong_password(tmp_path: Path) -> None:
