@@ -9,20 +9,28 @@ import base64
 import contextlib
 import json
 import re
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+from redis import Redis
 
+from gateway.feeds.peer_entries import MAX_ENTRY_BYTES, PURPOSE
+from gateway.feeds.sealing import Opener, Seal
 from gateway.keys import new_entry
 from tests.chaos.rig import GatewayProcess, eventually
+from tests.proxy.collector import Collector
 from tests.proxy.scripted import Exchange, ScriptedReplica, answer_chat
+from tests.redis_server import RedisServer, redis_server
 
 MARK = "zq7canary"
 """Begins every marked word; in base64 and percent-encoded too it would show."""
-PLACES = ("bearer", "key", "cookie", "query", "prompt", "image", "arguments", "session", "user", "echo")
+PLACES = (
+    *("bearer", "key", "cookie", "query", "prompt", "image", "arguments", "session", "user", "echo"),
+    *("system", "tool", "url", "metadata", "state", "baggage", "model"),
+)
 WORDS = {place: f"{MARK}-{place}-5f1b" for place in PLACES}
 IMAGE = base64.b64encode(WORDS["image"].encode() * 50).decode()
 SECRETS = (MARK, IMAGE[8:40], base64.b64encode(MARK.encode()).decode()[:10])
@@ -33,18 +41,25 @@ HEADERS = {
     "x-api-key": WORDS["key"],
     "cookie": f"session={WORDS['cookie']}",
     "x-session-id": WORDS["session"],
+    "traceparent": "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01",
+    "tracestate": f"a={WORDS['state']}",
+    "baggage": f"a={WORDS['baggage']}",
     "content-type": "application/json",
 }
 CHAT = f"/v1/chat/completions?q={WORDS['query']}"
 BODY: dict[str, Any] = {
     "model": "m",
     "user": WORDS["user"],
+    "metadata": {"for": WORDS["metadata"]},
+    "tools": [{"type": "function", "function": {"name": "f", "description": WORDS["tool"], "parameters": {}}}],
     "messages": [
+        {"role": "system", "content": WORDS["system"]},
         {
             "role": "user",
             "content": [
                 {"type": "text", "text": WORDS["prompt"] * 400},
                 {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{IMAGE}"}},
+                {"type": "image_url", "image_url": {"url": f"http://images/{WORDS['url']}.png"}},
             ],
         },
         {
@@ -78,6 +93,9 @@ from gateway.cli import main
 main()
 """
 """The command with two bugs of the kind that quotes what it was handling."""
+
+DECISIONS = "decisions.jsonl"
+"""Beside the configuration."""
 
 Send = Callable[["Client"], Any]
 
@@ -179,6 +197,7 @@ REQUESTS: dict[str, tuple[int | None, Send]] = {
     "broken stream": (200, lambda client: client.post("break", stream=True)),
     "left": (0, leave_early),
     "left while sending": (0, leave_while_sending),
+    "no such model": (404, lambda client: client.post(model=WORDS["model"])),
     "a bug": (0, lambda client: client.post(plant=True)),
     "forged id": (200, lambda client: client.send(CHAT, json.dumps(BODY).encode(), **{"x-request-id": f"a\t{MARK}"})),
 }
@@ -207,11 +226,13 @@ CONTROL: dict[str, Send] = {
 
 @contextlib.asynccontextmanager
 async def gateway_in_front(
-    folder: Path, replica: ScriptedReplica, mode: str, keys: bool = False
+    folder: Path, replica: ScriptedReplica, mode: str, keys: bool = False, **tables: dict[str, Any]
 ) -> AsyncIterator[Client]:
-    """`keys`: clients need one. The marked bearer is one then, and the marked `x-api-key` is not."""
+    """`keys`: clients need one. The marked bearer is one then, and the marked `x-api-key` is not. `tables`: of the
+    configuration, beside those that are there anyway."""
     config: dict[str, dict[str, Any]] = {
-        "server": {"http": mode, "max_body_mib": 1, "log_blocks": True},
+        **tables,
+        "server": {"http": mode, "max_body_mib": 1, "log_blocks": True, "decision_log_file": DECISIONS},
         "routing": {"shadow": ["least-work", "session-hash"]},
         "admin": {"port": 0, "key_file": str(folder / "admin.key"), "allow": ["127.0.0.0/8"]},
     }
@@ -235,18 +256,52 @@ async def is_ready(gateway: GatewayProcess) -> bool:
     return (await gateway.get("/ready")).status_code == 200
 
 
+async def first_frame(client: Client, **headers: str) -> str:
+    """Of the live page's stream."""
+    async with client.http.stream("GET", "/warmlane/live", headers=headers) as answer:
+        async for line in answer.aiter_lines():
+            return line
+    raise AssertionError("the stream is empty")
+
+
+def entries_of(redis: RedisServer) -> list[bytes]:
+    """What the gateway has told others, as they read it: sealed with no secret."""
+    opener = Opener(Seal(b"", PURPOSE, "warmlane"), MAX_ENTRY_BYTES)
+    with Redis.from_url(redis.url) as client:
+        rows: Any = client.xrange("warmlane:view:1")
+    return [opener.open(value) for _, fields in rows for value in fields.values()]
+
+
+def without_model(record: dict[str, Any]) -> dict[str, Any]:
+    """Of a record: the model's name is no secret there, and nowhere else (THREATS.md)."""
+    return {**record, "model": ""}
+
+
 def marked(text: str) -> list[str]:
     """Lines with a marked word, short enough to read."""
     return [line[:400] for line in text.splitlines() if any(secret in line for secret in SECRETS)]
 
 
+@pytest.fixture(scope="module")
+def redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
+    with redis_server(tmp_path_factory.mktemp("redis")) as one:
+        yield one
+
+
+@pytest.fixture
+def collector() -> Iterator[Collector]:
+    with Collector().running() as one:
+        yield one
+
+
 @pytest.mark.parametrize("keys", [False, True], ids=["open", "keys"])
 @pytest.mark.parametrize("mode", ["fast", "asgi"])
 async def test_marked_words_turn_up_nowhere_and_each_request_has_one_record(
-    tmp_path: Path, mode: str, keys: bool
+    tmp_path: Path, mode: str, keys: bool, redis: RedisServer, collector: Collector
 ) -> None:
     async with ScriptedReplica(replica_script).running() as replica:
-        async with gateway_in_front(tmp_path, replica, mode, keys) as client:
+        tables = {"tracing": {"endpoint": collector.url}, "redis": {"url": redis.url}}
+        async with gateway_in_front(tmp_path, replica, mode, keys, **tables) as client:
             gateway = client.gateway
             sent = 0
             for name, (status, send) in (REQUESTS | (WITHOUT_KEY if keys else {})).items():
@@ -269,17 +324,30 @@ async def test_marked_words_turn_up_nowhere_and_each_request_has_one_record(
             assert innocent.status_code == 200
             page = (await client.http.get("/metrics", headers=plain)).text
             view = (await client.http.get("/warmlane/replicas", headers=plain)).text
+            ring = (await client.http.get("/warmlane/decisions", headers=plain)).text
+            frame = await first_frame(client, **plain)
+            await eventually(lambda: len(collector.roots) > sent, "all traces are there")
+            await eventually(lambda: entries_of(redis), "something was shared")
         records = gateway.log_records()
         assert len(records) == sent + 1, "one request, one record"
         assert len({record["request_id"] for record in records}) == len(records)
         told = {
-            "stdout": gateway.out,
+            "stdout": "\n".join(json.dumps(without_model(record)) for record in records),
+            "decision log": (tmp_path / DECISIONS).read_text(),
+            "traces": b"".join(collector.bodies).decode("latin-1"),
+            "what is shared": b"".join(entries_of(redis)).decode("latin-1"),
+            "ring": ring,
+            "live": frame,
             "stderr": gateway.err,
             "metrics": page,
             "view": view,
             "another's answer": innocent.text + str(innocent.headers),
         }
         assert {name: marked(text) for name, text in told.items() if marked(text)} == {}
+        assert len(told["decision log"].splitlines()) >= 5
+        assert "cache-cost" in told["ring"]
+        assert "cache-cost" in told["live"]
+        assert {record["model"] for record in records if marked(json.dumps(record))} == {WORDS["model"]}
         assert all(line.startswith("{") for line in gateway.out.splitlines()), "no forged line"
         assert "withheld" in gateway.err, "the planted bugs were hit, and reported without what they quote"
         if keys:
