@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from gateway.config import Config, load
+from gateway.config import load
 from tests.deploy.host import DEPLOY, ROOT
 from workers import presets
 from workers.launch import command_line
@@ -19,6 +19,7 @@ SERVICES: dict[str, Any] = COMPOSE["services"]
 DOCKERFILE = (DEPLOY / "docker" / "Dockerfile").read_text()
 PRESET = "gpt-oss-120b-h200-141-x1"
 VLLM = ("replica-1", "replica-2")
+SEVERAL = ("gateway-1", "gateway-2")
 
 
 def with_defaults(text: str) -> str:
@@ -42,7 +43,7 @@ def test_what_a_service_names_exists(name):
 
 def test_every_foreign_image_has_a_version():
     images = [with_defaults(service["image"]) for service in SERVICES.values() if "build" not in service]
-    assert len(images) == 5
+    assert len(images) == 6
     for image in images:
         assert re.fullmatch(r"[a-z/-]+:v?\d[\w.-]*", image), image
 
@@ -88,11 +89,41 @@ def test_no_two_replicas_share_a_gpu():
     assert len(set(gpus)) == len(gpus)
 
 
-def test_the_gateway_has_time_to_drain():
-    server = Config().server
-    assert (
-        float(SERVICES["gateway"]["stop_grace_period"].rstrip("s")) > server.drain_delay_seconds + server.drain_seconds
-    )
+@pytest.mark.parametrize(
+    ("name", "file"), [("gateway", "warmlane.toml"), *((one, "warmlane-several.toml") for one in SEVERAL)]
+)
+def test_the_gateway_has_time_to_drain(name, file):
+    server = load(DEPLOY / "docker" / file).server
+    assert f"./docker/{file}:" in SERVICES[name]["volumes"][0]
+    assert float(SERVICES[name]["stop_grace_period"].rstrip("s")) > server.drain_delay_seconds + server.drain_seconds
+
+
+# -- several gateways
+
+
+def test_the_gateways_of_the_profile_share_the_redis_that_is_there():
+    config = load(DEPLOY / "docker" / "warmlane-several.toml")
+    assert config.redis.url == "redis://redis:6379"
+    assert "several" in SERVICES["redis"]["profiles"]
+    assert config.discovery == load(DEPLOY / "docker" / "warmlane.toml").discovery
+    for name in SEVERAL:
+        assert config.redis.secret_env in SERVICES[name]["environment"]
+        assert config.auth.isolation_secret_env in SERVICES[name]["environment"]
+        assert SERVICES[name]["depends_on"] == ["redis"]
+
+
+def test_the_balancer_knows_both_gateways_and_waits_longer_than_they_do():
+    rules = (DEPLOY / "docker" / "haproxy.cfg").read_text()
+    assert re.findall(r"^    server (\S+) (\S+):8000$", rules, re.MULTILINE) == [(one, one) for one in SEVERAL]
+    assert SERVICES["balancer"]["depends_on"] == list(SEVERAL)
+    config = load(DEPLOY / "docker" / "warmlane-several.toml")
+    assert "timeout server 11m" in rules
+    assert config.upstream.first_byte_timeout_seconds < 11 * 60
+    (kept,) = re.findall(r"timeout http-keep-alive (\d+)s", rules)
+    assert float(kept) < config.server.keep_alive_seconds
+    assert "option httpchk GET /ready" in rules
+    assert "check inter 1s fall 1" in rules
+    assert config.server.drain_delay_seconds >= 3.0  # a look that is just over, a second, and one that takes its time
 
 
 def test_the_embedded_replica_listens_where_the_gateway_looks():

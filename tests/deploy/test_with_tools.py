@@ -189,7 +189,7 @@ def composed(*profiles: str, **environment: str) -> dict[str, dict[str, object]]
 
 
 def test_docker_compose_accepts_every_profile():
-    everything = composed("embedded", "vllm", "monitoring", "redis")
+    everything = composed("embedded", "vllm", "monitoring", "redis", "several")
     assert set(everything) == set(yaml.safe_load((DEPLOY / "compose.yaml").read_text())["services"])
 
 
