@@ -296,7 +296,7 @@ def switch_drain(url: str, replica: str, key_env: str, draining: bool) -> int:
         now = msgspec.json.decode(answer, type=operate.Replica)
     except (msgspec.DecodeError, RecursionError) as error:
         raise Refused(str(error), FAILED) from error
-    print(f"{now.replica}: {'draining' if now.draining else now.health}, {now.in_flight} requests there")
+    print(f"{now.replica}: {'draining' if now.draining else now.health}, {now.requests} requests there")
     return DONE
 
 

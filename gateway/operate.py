@@ -32,6 +32,12 @@ class Replica(Struct):
     engine: str | None = None
     name: str | None = None
     """Where the gateway runs it itself."""
+    in_flight_elsewhere: int = 0
+
+    @property
+    def requests(self) -> int:
+        """Of all gateways there."""
+        return self.in_flight + self.in_flight_elsewhere
 
 
 class Address(Struct):
@@ -187,5 +193,5 @@ def _row(one: Replica) -> list[str]:
     kv = "-" if load is None or load.kv_usage is None else f"{load.kv_usage:.0%}"
     age = "-" if load is None else f"{load.age_seconds:.1f} s"
     running, waiting = (None, None) if load is None else (load.running, load.waiting)
-    counts = ["-" if count is None else str(count) for count in (one.in_flight, running, waiting)]
+    counts = ["-" if count is None else str(count) for count in (one.requests, running, waiting)]
     return [one.replica, one.source, one.engine or "-", health, *counts, kv, age, str(len(one.models))]

@@ -97,6 +97,7 @@ class FleetView:
             "last_failure": one.last_failure,
             "models": [card.id for card in one.models],
             "in_flight": one.in_flight,
+            "in_flight_elsewhere": one.in_flight_elsewhere,
             "pending_tokens": round(one.pending_tokens),
             "prefill_tokens_per_second": round(one.prefill_rate),
             "cache_tokens": round(one.cache_tokens),

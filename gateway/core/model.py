@@ -400,6 +400,8 @@ class ReplicaStatistics:
     load_age: float | None
     """Seconds since the snapshot was taken."""
     last_failure: str
+    in_flight_elsewhere: int = 0
+    """Requests there that other gateways report."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -534,4 +534,5 @@ class Router:
             load=snapshot,
             load_age=None if snapshot is None else now - snapshot.taken_at,
             last_failure=replica.health.last_failure,
+            in_flight_elsewhere=0 if load.peers is None else load.peers.in_flight(now),
         )
