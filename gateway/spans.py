@@ -124,6 +124,8 @@ class Tree:
             parent=self._above,
             failed=failed and record.status != 429,
         )
+        if not ended.method:  # it never was a whole request
+            return
         read_at = ended.trace.read_at
         yield self._child("read", (ended.received_at, read_at or end), {"http.request.body.size": record.request_bytes})
         if read_at:

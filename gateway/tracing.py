@@ -45,6 +45,7 @@ class EndedRequest:
     trace: RequestTrace
     record: RequestRecord
     method: str
+    """Empty when it ended before it was a whole request."""
     model: str
     """As metrics call it: made-up names are `other`. Empty when it named none."""
     received_at: float

@@ -195,7 +195,7 @@ async def test_a_stream_that_dies_is_an_error_with_a_first_token(collector: Coll
 REFUSED: dict[str, tuple[dict[str, Any], int, str, list[str]]] = {
     "no JSON": ({"content": b"{"}, 400, "invalid_json", ["read"]),
     "unknown model": ({"json": {"model": "made-up", "messages": []}}, 404, "model_not_found", ["read", "admission"]),
-    "too large": ({"content": b" " * (2**20 + 1)}, 413, "request_too_large", ["read"]),
+    "too large": ({"content": b" " * (2**20 + 1)}, 413, "request_too_large", []),
 }
 
 
@@ -385,7 +385,8 @@ def opened(**config: Any) -> Tracing | None:
 
 def test_without_the_extra_one_line_says_which(monkeypatch):
     monkeypatch.delitem(sys.modules, "gateway.spans", raising=False)
-    monkeypatch.setitem(sys.modules, "opentelemetry", None)
+    exporter = "opentelemetry.exporter.otlp.proto.http.trace_exporter"
+    monkeypatch.setitem(sys.modules, exporter, None)  # the API alone is there anyway: FastAPI brings it
     assert opened() is None
     with pytest.raises(ConfigError) as said:
         opened(enabled=True)
