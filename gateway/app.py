@@ -563,6 +563,7 @@ def doorways(config: Config, member: Member | None) -> tuple[Doorway, Doorway | 
 def join(member: Member, gateway: Gateway, connections: Callable[[], int]) -> None:
     """The gateway becomes one of several."""
     gateway.member = member
+    gateway.live.process = member.called
     peers = gateway.peers
     member.attach(
         Parts(

@@ -59,6 +59,8 @@ class Live:
         self.viewers = 0
         self.is_leaving = is_leaving
         """The gateway is about to stop: it must not wait for those who look."""
+        self.process = ""
+        """Which of several this is, whose decisions are shown."""
         self.decisions = Decisions(wall_clock)
         self._history = History()
         self._router, self._telemetry, self._engines = router, telemetry, engines
@@ -142,6 +144,7 @@ class Live:
         statistics = self._router.statistics(self._clock())
         frame = {
             **self._constant,
+            "process": self.process,
             "at": self._wall_clock(),
             "in_flight": statistics.in_flight,
             "waiting": statistics.waiting,

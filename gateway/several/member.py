@@ -23,7 +23,7 @@ from gateway.changes import Change, Drain, Register
 from gateway.config import Config
 from gateway.core.model import PeerFact, PeerReported, ReplicaId
 from gateway.core.router import Router
-from gateway.core.sharing import Journal, Outbox, credible
+from gateway.core.sharing import ROUND_SECONDS, Journal, Outbox, credible
 from gateway.feeds.discovery import Discovery
 from gateway.feeds.peer_entries import Facts, facts_of, wire_of
 from gateway.feeds.peers import until_known
@@ -53,8 +53,6 @@ from gateway.telemetry import Telemetry
 
 log = logging.getLogger(__name__)
 
-ROUND_SECONDS = 0.02
-"""Between two looks at what is to be told. What one worker does, the others know within 30 ms."""
 ALIVE_SECONDS = 0.25
 COUNT_SECONDS = 0.5
 """So much of its counts a worker takes along that is killed."""
@@ -126,6 +124,11 @@ class Member:
         admin = begin.admin_address
         clients = self._handed.doorway(CLIENT, begin.address)
         return clients, None if admin is None else self._handed.doorway(ADMIN, admin)
+
+    @property
+    def called(self) -> str:
+        begin = self._begun.result()
+        return f"worker {begin.number} of {begin.config.server.workers}"
 
     def attach(self, parts: Parts) -> None:
         """There is a gateway now."""

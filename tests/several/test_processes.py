@@ -97,8 +97,14 @@ def test_what_one_worker_sent_the_others_know(several: Several) -> None:
             decision = several.chat(history + f" And {turn}?", client)
             placed.append(decision.headers["x-warmlane-replica"])
             history += f" And {turn}? Because."
-            time.sleep(0.06)  # until the others know
+            time.sleep(0.15)  # until the others know
         assert len(set(placed)) == 1
+
+
+def test_the_live_page_says_whose_decisions_it_shows(several: Several) -> None:
+    with several.new_client() as client, client.stream("GET", "/warmlane/live") as answer:
+        frame = json.loads(next(line for line in answer.iter_lines() if line).removeprefix("data: "))
+    assert re.fullmatch(rf"worker [1-{WORKERS}] of {WORKERS}", frame["process"])
 
 
 def test_a_drain_is_seen_by_all(several: Several) -> None:

@@ -59,7 +59,7 @@ function show(frame) {
   document.body.classList.remove("stale");
   link.dataset.state = "live";
   put(link, "Live");
-  put(document.querySelector("#about"), `${frame.version} · policy ${frame.policy} · running since ${clock(frame.started)}`);
+  put(document.querySelector("#about"), `${frame.version} · policy ${frame.policy} · running since ${clock(frame.started)}${frame.process && ` · of ${frame.process} alone`}`);
   showTotals(frame);
   hits.show(points, frame.at);
   ttft.show(points, frame.at);
