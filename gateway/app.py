@@ -122,6 +122,7 @@ class Gateway:
             router=self.router,
             tasks=lambda: len(asyncio.all_tasks(loop)),
             held_bytes=lambda: self.door.bodies.held,
+            connections=lambda: self.door.connections(),
             clock=self.clock,
         )
         if config.routing.shadow:

@@ -19,6 +19,10 @@ OVERHEAD_BOUNDS = (0.00005, 0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0
 """Seconds: the gateway's own work is a fraction of a millisecond; above a few, its event loop was late."""
 WAIT_BOUNDS = (0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 """Seconds: up to the longest that a request may wait."""
+INTER_TOKEN_BOUNDS = (0.002, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0)
+"""Seconds: a calm H200 makes a token of gpt-oss-120b in 5 ms, a full one in 30; people read one in 100."""
+DECIDE_BOUNDS = (0.00002, 0.00005, 0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.02)
+"""Seconds: a short prompt among four replicas takes some 20 us, 256 KB among 64 a millisecond."""
 LAG_BOUNDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
 """Seconds: timers fire in whole milliseconds; above 20 ms streams are seen to stutter, above a second probes fail."""
 REGRET_BOUNDS = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
@@ -48,14 +52,21 @@ class Histogram:
 class ModelSeries:
     """The series of one model label."""
 
-    __slots__ = ("completion_tokens", "label", "prompt_tokens", "seconds", "ttft")
+    __slots__ = ("completion_tokens", "inter_token", "label", "other_seconds", "prompt_tokens", "seconds", "ttft")
 
     def __init__(self, label: str) -> None:
         self.label = label
         self.seconds = Histogram(DURATION_BOUNDS)
+        """Of completed requests, and `other_seconds` of all others."""
+        self.other_seconds = Histogram(DURATION_BOUNDS)
         self.ttft = Histogram(TTFT_BOUNDS)
+        self.inter_token = Histogram(INTER_TOKEN_BOUNDS)
         self.prompt_tokens = 0
         self.completion_tokens = 0
+
+    @property
+    def is_used(self) -> bool:
+        return any(self.seconds.counts) or any(self.other_seconds.counts)
 
 
 class ShadowSeries:

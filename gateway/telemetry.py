@@ -34,8 +34,10 @@ from gateway.prefix_log import PrefixLog
 from gateway.rankings import decision_row
 from gateway.request_log import Lines, RequestLog, RequestRecord
 from gateway.series import (
+    DECIDE_BOUNDS,
     DURATION_BOUNDS,
     ERROR_BOUNDS,
+    INTER_TOKEN_BOUNDS,
     LAG_BOUNDS,
     OVERHEAD_BOUNDS,
     REGRET_BOUNDS,
@@ -58,6 +60,7 @@ MODELS_REFRESH_SECONDS = 1.0
 MAX_TENANTS = 100
 """Tenants with series of their own; more are `other`. Names come from the operator's key file, so few have more."""
 OTHER, UNNAMED = "other", "none"
+COMPLETED = Outcome.COMPLETED.value
 STATUS_CLASSES = {2: "2xx", 3: "3xx", 4: "4xx", 5: "5xx"}
 
 Kind = Literal["counter", "gauge", "histogram"]
@@ -76,11 +79,25 @@ class Family:
 
 REQUESTS = Family("counter", "warmlane_requests_total", "Requests that ended.", ("route", "model", "outcome", "status"))
 REQUEST_SECONDS = Family(
-    "histogram", "warmlane_request_seconds", "From request to end of answer.", ("model",), DURATION_BOUNDS
+    "histogram", "warmlane_request_seconds", "From request to end of answer.", ("model", "outcome"), DURATION_BOUNDS
 )
 TTFT_SECONDS = Family(
     "histogram", "warmlane_time_to_first_token_seconds", "From request to first token.", ("model",), TTFT_BOUNDS
 )
+INTER_TOKEN_SECONDS = Family(
+    "histogram",
+    "warmlane_inter_token_seconds",
+    "Mean time for a further token, by request.",
+    ("model",),
+    INTER_TOKEN_BOUNDS,
+)
+DECIDE_SECONDS = Family("histogram", "warmlane_decide_seconds", "Decisions made at once.", (), DECIDE_BOUNDS)
+LOST_HITS = Family(
+    "counter", "warmlane_lost_cached_tokens_total", "Cached prompt tokens that were not made use of.", ("cause",)
+)
+TENANT_WAITING = Family("gauge", "warmlane_tenant_waiting_requests", "Requests now waiting at the gate.", ("tenant",))
+CONNECTIONS = Family("gauge", "warmlane_upstream_connections", "Open connections to replicas.", ("replica", "state"))
+INDEX_BYTES = Family("gauge", "warmlane_index_bytes", "Memory that the prefix index takes, estimated.")
 OVERHEAD_SECONDS = Family(
     "histogram", "warmlane_overhead_seconds", "The gateway's own time until dispatch.", (), OVERHEAD_BOUNDS
 )
@@ -185,6 +202,7 @@ REPLICA_GAUGES = (
     _gauge("index_blocks", "Prefix blocks that the index credits it with.", lambda one: one.index_blocks),
     _gauge("cache_tokens", "Size of its KV cache, as assumed or reported.", lambda one: one.cache_tokens),
     _gauge("load_age_seconds", "Age of its last load snapshot.", lambda one: one.load_age),
+    _gauge("probe_age_seconds", "Age of its last probe.", lambda one: one.probe_age),
     _gauge("running_requests", "Running, by its load snapshot.", lambda one: one.load.running if one.load else None),
     _gauge("waiting_requests", "Waiting, by its load snapshot.", lambda one: one.load.waiting if one.load else None),
     _gauge(
@@ -196,6 +214,12 @@ FAMILIES: tuple[Family, ...] = (
     REQUESTS,
     REQUEST_SECONDS,
     TTFT_SECONDS,
+    INTER_TOKEN_SECONDS,
+    DECIDE_SECONDS,
+    LOST_HITS,
+    TENANT_WAITING,
+    CONNECTIONS,
+    INDEX_BYTES,
     OVERHEAD_SECONDS,
     WAIT_SECONDS,
     DECISIONS,
@@ -278,6 +302,7 @@ class Telemetry(Collector):
         log_blocks: bool = False,
         tasks: Callable[[], int] = lambda: 0,
         held_bytes: Callable[[], int] = lambda: 0,
+        connections: Callable[[], Iterable[tuple[ReplicaId, int, int]]] = lambda: (),
         clock: Callable[[], float] = time.monotonic,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
@@ -290,6 +315,7 @@ class Telemetry(Collector):
         self._prefixes = PrefixLog() if self._logs and log_blocks else None
         self._tasks = tasks
         self._held_bytes = held_bytes
+        self._connections = connections
         self._clock = clock
         self._wall_clock = wall_clock
         self._other = ModelSeries(OTHER)
@@ -310,7 +336,9 @@ class Telemetry(Collector):
         self._replays_refused = 0
         self._key_refusals: dict[tuple[str, str], int] = defaultdict(int)
         self._tenant_tokens: dict[tuple[str, str], int] = defaultdict(int)
+        self._lost_hits: dict[tuple[str], int] = {("spilled",): 0, ("absent",): 0, ("moved",): 0}
         self._overhead = Histogram(OVERHEAD_BOUNDS)
+        self._decide = Histogram(DECIDE_BOUNDS)
         self._wait = Histogram(WAIT_BOUNDS)
         self._loop_lag = Histogram(LAG_BOUNDS)
         self._admitted: dict[tuple[str], int] = {(UNNAMED,): 0}
@@ -334,9 +362,12 @@ class Telemetry(Collector):
         self._requests[record.route, series.label, record.outcome, status] += 1
         self._request_bytes += record.request_bytes
         self._response_bytes += record.response_bytes
-        series.seconds.observe(record.duration_seconds)
+        (series.seconds if record.outcome == COMPLETED else series.other_seconds).observe(record.duration_seconds)
         if record.ttft_seconds is not None:
             series.ttft.observe(record.ttft_seconds)
+            if record.completion_tokens is not None and record.completion_tokens > 1:
+                rest = record.duration_seconds - record.ttft_seconds
+                series.inter_token.observe(rest / (record.completion_tokens - 1))
         if record.replica:
             self._count_sent(record, series)
         elif record.shed:
@@ -399,8 +430,18 @@ class Telemetry(Collector):
             by = self._cached_by[record.replica] = CachedTokens()
         by.predicted += predicted
         by.reported += reported
+        if predicted > reported:
+            self._lost_hits["absent",] += predicted - reported
         if prompt_tokens := record.prompt_tokens or record.prompt_tokens_estimated:
             self._prediction_error.observe(min(1.0, max(-1.0, (predicted - reported) / prompt_tokens)))
+
+    def hits_lost(self, cause: str, tokens: int) -> None:
+        """So many tokens of a prompt are computed although a replica holds them. `cause`: one of a closed set."""
+        if tokens > 0:
+            self._lost_hits[cause,] += tokens
+
+    def decided_in(self, seconds: float) -> None:
+        self._decide.observe(seconds)
 
     def attempt_ended(self, replica: ReplicaId, outcome: Outcome) -> None:
         """One flight to one replica ended; a request has one or more."""
@@ -512,6 +553,7 @@ class Telemetry(Collector):
         announced = self._announcements  # without them: no samples
         yield _gauge_family(ANNOUNCEMENTS_CONNECTED, [] if announced is None else [((), float(not announced.failing))])
         yield _counter(ANNOUNCEMENTS_REFUSED, {} if announced is None else announced.refused)
+        yield from self._place_families(statistics)
         yield from _router_families(statistics)
         yield from _replica_families(statistics.replicas)
         states, starts = (self.workers.states(), self.workers.starts()) if self.workers is not None else ({}, {})
@@ -521,18 +563,23 @@ class Telemetry(Collector):
         yield _counter(WORKER_STARTS, {(url,): count for url, count in starts.items()})
 
     def _request_families(self) -> Iterator[Metric]:
-        used = [series for series in self._all_series() if any(series.seconds.counts)]
+        used = [series for series in self._all_series() if series.is_used]
         yield _counter(REQUESTS, self._requests)
-        yield _histogram(REQUEST_SECONDS, {(series.label,): series.seconds for series in used})
+        seconds: dict[tuple[str, ...], Histogram] = {(series.label, COMPLETED): series.seconds for series in used}
+        seconds |= {(series.label, OTHER): series.other_seconds for series in used}
+        yield _histogram(REQUEST_SECONDS, seconds)
         yield _histogram(TTFT_SECONDS, {(series.label,): series.ttft for series in used})
+        yield _histogram(INTER_TOKEN_SECONDS, {(series.label,): series.inter_token for series in used})
         yield _counter(PROMPT_TOKENS, {(series.label,): series.prompt_tokens for series in used})
         yield _counter(COMPLETION_TOKENS, {(series.label,): series.completion_tokens for series in used})
         yield _histogram(OVERHEAD_SECONDS, {(): self._overhead})
         yield _histogram(WAIT_SECONDS, {(): self._wait})
+        yield _histogram(DECIDE_SECONDS, {(): self._decide})
 
     def _counter_families(self) -> Iterator[Metric]:
         yield _counter(DECISIONS, self._decisions)
         yield _counter(CACHED_TOKENS, self._cached)
+        yield _counter(LOST_HITS, self._lost_hits)
         yield _counter(ATTEMPTS, self._attempts)
         yield _counter(REPLAYS, self._replays)
         yield _counter(REPLAYS_REFUSED, {(): self._replays_refused})
@@ -548,6 +595,17 @@ class Telemetry(Collector):
         yield _histogram(LOOP_LAG_SECONDS, {(): self._loop_lag})
         yield _gauge_family(HELD_BYTES, [((), self._held_bytes())])
         yield _gauge_family(TASKS, [((), self._tasks())])
+
+    def _place_families(self, statistics: RouterStatistics) -> Iterator[Metric]:
+        waiting: dict[tuple[str, ...], int] = {}
+        for tenant, count in statistics.waiting_by.items():
+            label = (self._tenant_label(tenant),)
+            waiting[label] = waiting.get(label, 0) + count
+        yield _gauge_family(TENANT_WAITING, waiting.items())
+        present = frozenset(one.replica for one in statistics.replicas)
+        rows = [row for row in self._connections() if row[0] in present]
+        busy = [((replica, "busy"), float(busy)) for replica, busy, _ in rows]
+        yield _gauge_family(CONNECTIONS, busy + [((replica, "idle"), float(idle)) for replica, _, idle in rows])
 
     def _prediction_families(self) -> Iterator[Metric]:
         both: dict[tuple[str, str], int] = {}
@@ -588,6 +646,7 @@ def _router_families(statistics: RouterStatistics) -> Iterator[Metric]:
     yield _gauge_family(WAITING, [((), statistics.waiting)])
     yield _gauge_family(INDEX_BLOCKS, [((), statistics.index_blocks)])
     yield _gauge_family(INDEX_CAPACITY, [((), statistics.index_capacity_blocks)])
+    yield _gauge_family(INDEX_BYTES, [((), statistics.index_bytes)])
     yield _gauge_family(CACHE_SHARE, [((), statistics.cache_share)])
 
 

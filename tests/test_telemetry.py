@@ -32,6 +32,7 @@ from gateway.series import Histogram
 from gateway.telemetry import FAMILIES, MAX_MODELS, MAX_TENANTS, RequestRecord, Telemetry
 
 ONE, TWO = ReplicaId("http://10.0.0.1:8000"), ReplicaId("http://10.0.0.2:8000")
+CAUSES = ("absent", "spilled", "moved")
 
 
 def replica_statistics(replica: ReplicaId, *models: str, load: LoadSnapshot | None = None) -> ReplicaStatistics:
@@ -60,6 +61,7 @@ class Router:
     def __init__(self, *replicas: ReplicaStatistics) -> None:
         self.replicas = replicas
         self.asked = 0
+        self.waiting_by: dict[str, int] = {}
 
     def statistics(self, now: float) -> RouterStatistics:
         self.asked += 1
@@ -70,6 +72,7 @@ class Router:
             index_blocks=7,
             index_capacity_blocks=1000,
             started=9,
+            waiting_by=self.waiting_by,
         )
 
 
@@ -118,11 +121,55 @@ def test_a_request_is_counted_once_with_its_route_model_outcome_and_status(telem
 def test_durations_fall_into_cumulative_buckets(telemetry):
     for seconds in (0.04, 0.05, 0.051, 1000.0):
         telemetry.request_ended(ended(duration_seconds=seconds))
-    assert value(telemetry, "warmlane_request_seconds_bucket", model="tiny", le="0.05") == 2
-    assert value(telemetry, "warmlane_request_seconds_bucket", model="tiny", le="0.1") == 3
-    assert value(telemetry, "warmlane_request_seconds_bucket", model="tiny", le="+Inf") == 4
-    assert value(telemetry, "warmlane_request_seconds_count", model="tiny") == 4
-    assert value(telemetry, "warmlane_request_seconds_sum", model="tiny") == pytest.approx(1000.141)
+    assert value(telemetry, "warmlane_request_seconds_bucket", model="tiny", outcome="completed", le="0.05") == 2
+    assert value(telemetry, "warmlane_request_seconds_bucket", model="tiny", outcome="completed", le="0.1") == 3
+    assert value(telemetry, "warmlane_request_seconds_bucket", model="tiny", outcome="completed", le="+Inf") == 4
+    assert value(telemetry, "warmlane_request_seconds_count", model="tiny", outcome="completed") == 4
+    assert value(telemetry, "warmlane_request_seconds_sum", model="tiny", outcome="completed") == pytest.approx(
+        1000.141
+    )
+
+
+def test_what_failed_at_once_does_not_make_answers_look_quick(telemetry):
+    telemetry.request_ended(ended(duration_seconds=20.0))
+    telemetry.request_ended(ended(duration_seconds=0.001, outcome="refused", status=429))
+    assert value(telemetry, "warmlane_request_seconds_count", model="tiny", outcome="completed") == 1
+    assert value(telemetry, "warmlane_request_seconds_sum", model="tiny", outcome="completed") == 20.0
+    assert value(telemetry, "warmlane_request_seconds_count", model="tiny", outcome="other") == 1
+
+
+def test_the_time_for_a_token_is_that_of_the_tokens_after_the_first(telemetry):
+    telemetry.request_ended(ended(duration_seconds=5.0, ttft_seconds=1.0, completion_tokens=101))
+    telemetry.request_ended(ended(duration_seconds=5.0, ttft_seconds=1.0, completion_tokens=1))
+    telemetry.request_ended(ended(duration_seconds=5.0, ttft_seconds=1.0))
+    telemetry.request_ended(ended(duration_seconds=5.0, completion_tokens=101))
+    assert value(telemetry, "warmlane_inter_token_seconds_count", model="tiny") == 1
+    assert value(telemetry, "warmlane_inter_token_seconds_sum", model="tiny") == pytest.approx(0.04)
+
+
+def test_lost_hits_by_their_cause(telemetry):
+    telemetry.request_ended(ended(cached_tokens_predicted=1000, cached_tokens=400, prompt_tokens=2000))
+    telemetry.request_ended(ended(cached_tokens_predicted=100, cached_tokens=400, prompt_tokens=2000))
+    telemetry.hits_lost("spilled", 50)
+    telemetry.hits_lost("moved", -10)
+    lost = {cause: value(telemetry, "warmlane_lost_cached_tokens_total", cause=cause) for cause in CAUSES}
+    assert lost == {"absent": 600, "spilled": 50, "moved": 0}
+
+
+def test_who_waits_by_tenant_is_bounded_too(router):
+    telemetry = Telemetry(router=router, log=None)
+    router.waiting_by = {"": 2, **{f"tenant-{number}": 1 for number in range(3 * MAX_TENANTS)}}
+    waiting = {labels: count for (name, labels), count in samples(telemetry).items() if "tenant_waiting" in name}
+    assert len(waiting) == MAX_TENANTS + 2
+    assert sum(waiting.values()) == 3 * MAX_TENANTS + 2
+
+
+def test_connections_of_replicas_that_are_gone_have_no_series(router):
+    rows = [(ONE, 2, 3), (TWO, 1, 0)]
+    telemetry = Telemetry(router=router, log=None, connections=lambda: rows)
+    assert value(telemetry, "warmlane_upstream_connections", replica=ONE, state="busy") == 2
+    assert value(telemetry, "warmlane_upstream_connections", replica=ONE, state="idle") == 3
+    assert value(telemetry, "warmlane_upstream_connections", replica=TWO, state="busy") is None
 
 
 def test_a_histogram_counts_what_a_plain_loop_counts():
@@ -257,11 +304,11 @@ def test_made_up_model_names_share_one_series_and_rarely_ask_the_router(router):
     found = samples(telemetry)
     assert len(found) < 2000
     assert len(found) < 3 * before
-    assert value(telemetry, "warmlane_request_seconds_count", model="other") == 10_000
+    assert value(telemetry, "warmlane_request_seconds_count", model="other", outcome="completed") == 10_000
     now = 10.0
     router.replicas = (replica_statistics(ONE, "tiny", "late"),)
     telemetry.request_ended(ended(model="late"))
-    assert value(telemetry, "warmlane_request_seconds_count", model="late") == 1
+    assert value(telemetry, "warmlane_request_seconds_count", model="late", outcome="completed") == 1
 
 
 def test_listed_models_have_a_ceiling_too(router):
@@ -271,7 +318,7 @@ def test_listed_models_have_a_ceiling_too(router):
         telemetry.request_ended(ended(model=f"adapter-{number}"))
     names = {dict(labels)["model"] for name, labels in samples(telemetry) if name == "warmlane_request_seconds_count"}
     assert len(names) == MAX_MODELS + 1
-    assert value(telemetry, "warmlane_request_seconds_count", model="other") == 9 * MAX_MODELS
+    assert value(telemetry, "warmlane_request_seconds_count", model="other", outcome="completed") == 9 * MAX_MODELS
 
 
 def test_a_model_named_like_a_fold_does_not_break_the_page(router):
@@ -279,9 +326,9 @@ def test_a_model_named_like_a_fold_does_not_break_the_page(router):
     telemetry = Telemetry(router=router, log=None)
     for model in ("other", "none", "", "unlisted", 'odd"\n\\name'):
         telemetry.request_ended(ended(model=model))
-    assert value(telemetry, "warmlane_request_seconds_count", model="other") == 3
-    assert value(telemetry, "warmlane_request_seconds_count", model="none") == 1
-    assert value(telemetry, "warmlane_request_seconds_count", model='odd"\n\\name') == 1
+    assert value(telemetry, "warmlane_request_seconds_count", model="other", outcome="completed") == 3
+    assert value(telemetry, "warmlane_request_seconds_count", model="none", outcome="completed") == 1
+    assert value(telemetry, "warmlane_request_seconds_count", model='odd"\n\\name', outcome="completed") == 1
 
 
 def test_the_series_of_a_removed_replica_vanish(router):

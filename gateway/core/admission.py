@@ -96,6 +96,10 @@ class Ticket:
         """Let in for one replica, with everything booked there already."""
         self._flight = flight
 
+    @property
+    def is_bound(self) -> bool:
+        return self._flight is not None
+
     def take_flight(self) -> Flight | None:
         """The flight that it was bound to, once: the caller sends and finishes it. `None`: decide, and start one."""
         flight, self._flight = self._flight, None
@@ -384,6 +388,15 @@ class Admission:
             del self._in_flight_of[tenant]
         if not count and not any(tenant in room for room in self._rooms.values()):
             self._served_at.pop(tenant, None)
+
+    def waiting_by(self) -> dict[str, int]:
+        """How many wait, by tenant."""
+        found: dict[str, int] = {}
+        for room in self._rooms.values():
+            for name, tenant in room.items():
+                if tenant.waiting:
+                    found[name] = found.get(name, 0) + tenant.waiting
+        return found
 
     def _standing(self, tenant: str) -> tuple[int, int, str]:
         return self._in_flight_of.get(tenant, 0), self._served_at.get(tenant, 0), tenant

@@ -402,6 +402,8 @@ class ReplicaStatistics:
     last_failure: str
     in_flight_elsewhere: int = 0
     """Requests there that other gateways report."""
+    probe_age: float | None = None
+    """Seconds since its last probe ended, well or not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -416,3 +418,7 @@ class RouterStatistics:
     """Learned share of the reported KV caches that holds prefixes (`core.belief`)."""
     bytes_per_token: dict[str, float] = field(default_factory=dict)
     """Learned key bytes per token, by model."""
+    index_bytes: int = 0
+    """Estimate of the memory that the index takes."""
+    waiting_by: dict[str, int] = field(default_factory=dict)
+    """Requests waiting at the gate, by tenant."""

@@ -63,6 +63,7 @@ class Replica:
         "load",
         "model_ids",
         "models",
+        "probed_at",
         "rate",
         "settling_until",
         "started",
@@ -98,6 +99,7 @@ class Replica:
         self._bytes_per_token = BYTES_PER_TOKEN
         self._mixed = 0
         self._misses = 0
+        self.probed_at: float | None = None
         self._proven_at: float | None = None
         """When a scrape last showed that it is still the same process."""
         self._fit_index()
@@ -111,6 +113,7 @@ class Replica:
     # ---- what it says of itself ------------------------------------------------------------------------------------
 
     def probed(self, ok: bool, reason: str, now: float) -> None:
+        self.probed_at = now
         was_ejected = self.health.state is HealthState.EJECTED
         if self.health.probe(ok, reason, now) and was_ejected:
             self._returned(now)

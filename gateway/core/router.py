@@ -289,6 +289,8 @@ class Router:
             started=self._started,
             cache_share=self._cache_share.value,
             bytes_per_token=self._bytes_per_token.statistics(),
+            index_bytes=self._index.memory_bytes,
+            waiting_by=self._admission.waiting_by(),
         )
 
     # ---- late binding ----------------------------------------------------------------------------------------------
@@ -535,4 +537,5 @@ class Router:
             load_age=None if snapshot is None else now - snapshot.taken_at,
             last_failure=replica.health.last_failure,
             in_flight_elsewhere=0 if load.peers is None else load.peers.in_flight(now),
+            probe_age=None if replica.probed_at is None else now - replica.probed_at,
         )

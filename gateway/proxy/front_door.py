@@ -18,7 +18,7 @@ import itertools
 import re
 import secrets
 import ssl
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from gateway import prompt
@@ -26,7 +26,7 @@ from gateway.access import Access, without_credentials
 from gateway.config import Server as ServerConfig
 from gateway.config import Upstream as UpstreamConfig
 from gateway.core.flight import Flight
-from gateway.core.model import Decision, Outcome, ReplicaId, RouteRequest, RoutingError
+from gateway.core.model import Decision, Outcome, Reason, ReplicaId, RouteRequest, RoutingError
 from gateway.core.router import Router
 from gateway.keys import Denied
 from gateway.limits import Caller, OverLimit, Stay
@@ -92,7 +92,7 @@ class FrontDoor:
         self.clock = clock
         self.router = router
         self.telemetry = telemetry
-        self.gate = Gate(router, clock, loop)
+        self.gate = Gate(router, clock, loop, telemetry.decided_in)
         self.places = Places(server.max_connections)
         self.replays = Replays(lambda: router.in_flight)
         self._max_body = server.max_body_mib * 2**20
@@ -287,13 +287,29 @@ class FrontDoor:
     def _start(self, request: RouteRequest, excluded: set[ReplicaId]) -> Flight:
         """Decide, and book. Raises `RoutingError`."""
         now = self.clock()
-        return self.router.start(self.router.decide(request, now, exclude=excluded), now)
+        flight = self.router.start(self.router.decide(request, now, exclude=excluded), now)
+        self.telemetry.decided_in(self.clock() - now)
+        return flight
+
+    def connections(self) -> Iterator[tuple[ReplicaId, int, int]]:
+        """To each replica: how many carry a request, and how many are kept for the next."""
+        for replica, upstream in self._upstreams.items():
+            yield replica, len(upstream.busy), len(upstream.idle)
+
+    def _count_lost_hits(self, record: RequestRecord, decision: Decision) -> None:
+        if record.attempts:
+            self.telemetry.hits_lost("moved", record.cached_tokens_predicted - decision.cached_tokens)
+        if decision.reason is Reason.SPILLED:
+            longest = max(view.cached_tokens for view, _ in decision.ranking)
+            self.telemetry.hits_lost("spilled", int(longest) - decision.cached_tokens)
 
     async def _attempt(
         self, call: Call, flight: Flight, lines: bytes, client: Client, record: RequestRecord
     ) -> UpstreamError | None:
         """One flight. Returns the error when nothing has reached the client, else `None`."""
         decision = flight.decision
+        if record.attempts or decision.reason is Reason.SPILLED:
+            self._count_lost_hits(record, decision)
         record.started(decision)
         if self.on_flight is not None:
             self.on_flight(record, decision)

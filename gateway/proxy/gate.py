@@ -18,10 +18,18 @@ from gateway.proxy.errors import Overloaded, Stopping
 
 
 class Gate:
-    def __init__(self, router: Router, clock: Callable[[], float], loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(
+        self,
+        router: Router,
+        clock: Callable[[], float],
+        loop: asyncio.AbstractEventLoop,
+        decided_in: Callable[[float], None] = lambda seconds: None,
+    ) -> None:
+        """`decided_in` is told how long each decision took that was made at once."""
         self._router = router
         self._clock = clock
         self._loop = loop
+        self._decided_in = decided_in
         self._waiting: dict[Ticket, asyncio.Future[None]] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._closed = False
@@ -31,11 +39,14 @@ class Gate:
         `Stopping` once it is closed."""
         if self._closed:
             raise Stopping
-        answer = self._router.admit(request, self._clock())
+        came = self._clock()
+        answer = self._router.admit(request, came)
         if isinstance(answer, Shed):
             raise refusal(answer.ticket)
         if isinstance(answer, Waiting):
             await self._wait(answer.ticket)
+        elif answer.ticket.is_bound:
+            self._decided_in(self._clock() - came)
         return answer.ticket
 
     def leave(self, ticket: Ticket) -> None:

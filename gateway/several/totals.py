@@ -21,6 +21,8 @@ ADDED = frozenset(
         "warmlane_tasks",
         "warmlane_in_flight_requests",
         "warmlane_waiting_requests",
+        "warmlane_tenant_waiting_requests",
+        "warmlane_upstream_connections",
         "warmlane_replica_in_flight_requests",
         "warmlane_processes",
         "process_virtual_memory_bytes",

@@ -511,3 +511,29 @@ async def test_during_the_announced_delay_new_requests_are_served_and_connection
                 assert response.headers["connection"] == "close"
             assert json.loads((await gateway.client.get("/ready")).content) == {"ready": False, "draining": True}
             assert await asyncio.wait_for(gateway.task, 10) == 0
+
+
+async def test_metrics_of_the_core_and_the_pool_and_hits_that_a_move_loses() -> None:
+    prompt = "The same beginning, over and over. " * 200
+    async with contextlib.AsyncExitStack() as standing:
+        replicas = [ScriptedReplica(), ScriptedReplica()]
+        lives = [contextlib.AsyncExitStack() for _ in replicas]
+        for life, replica in zip(lives, replicas, strict=True):
+            await standing.enter_async_context(life)
+            await life.enter_async_context(replica.running())
+        async with running_gateway(*replicas) as gateway:
+            first = (await gateway.chat(prompt)).headers["x-warmlane-replica"]
+            assert (await counted(gateway, "warmlane_decide_seconds_count"))[""] == 1.0
+            assert (await counted(gateway, "warmlane_index_bytes"))[""] > 0.0
+            connections = await counted(gateway, "warmlane_upstream_connections")
+            assert connections[f'{{replica="{first}",state="idle"}}'] == 1.0
+            ages = await counted(gateway, "warmlane_replica_probe_age_seconds")
+            assert all(0.0 <= age < 60.0 for age in ages.values())
+            assert len(ages) == 2
+            lost = next(life for life, replica in zip(lives, replicas, strict=True) if replica.url == first)
+            await lost.aclose()
+            second = (await gateway.chat(prompt)).headers["x-warmlane-replica"]
+            assert second != first
+            lost_hits = await counted(gateway, "warmlane_lost_cached_tokens_total")
+            assert lost_hits['{cause="moved"}'] > 1_000.0
+            assert lost_hits['{cause="spilled"}'] == 0.0

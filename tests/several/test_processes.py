@@ -78,8 +78,10 @@ def test_totals_are_exact_and_records_whole(several: Several) -> None:
             float(one) for one in re.findall(r'^warmlane_requests_total\{.*route="/v1/chat/c.* (\S+)$', page, re.M)
         ]
         assert sum(found) == before + REQUESTS
-        (seconds,) = re.findall(r'^warmlane_request_seconds_count\{model="m"\} (\S+)$', page, re.M)
-        (every,) = re.findall(r'^warmlane_request_seconds_bucket\{le="\+Inf",model="m"\} (\S+)$', page, re.M)
+        (seconds,) = re.findall(r'^warmlane_request_seconds_count\{model="m",outcome="completed"\} (\S+)$', page, re.M)
+        (every,) = re.findall(
+            r'^warmlane_request_seconds_bucket\{le="\+Inf",model="m",outcome="completed"\} (\S+)$', page, re.M
+        )
         assert float(seconds) == float(every) == before + REQUESTS
         assert re.findall(r"^warmlane_processes (\S+)$", page, re.M) == [f"{WORKERS}.0"]
         assert page.count('warmlane_replica_state{replica="http') == 4 * len(several.replicas)
