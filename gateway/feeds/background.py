@@ -3,7 +3,8 @@
 The answer to such a request comes at once, and says nothing of what it will use. So its place within the limits of its
 key is kept, and the replica that works on it is asked (`GET /v1/responses/{id}`) until it is over; then what it used is
 charged like any other. A client that looks itself makes it be asked at once. Where no end can be seen (the replica
-forgot it, is gone, or says `queued` for an hour) it ends with a guess, and so does the oldest where there are too many.
+forgot it, is gone, or says `queued` for an hour, or its id could not be read) it ends with a guess, and so does the
+oldest where there are too many. An id stands for one response at a time (`claim`), or one's end would be another's.
 Unless the replica cannot be reached, that is not before the work could be done: an answer that tells nothing is none.
 
 Each replica has a few looks at a time of its own, and one that is too late with an answer rests as a whole: who gets
