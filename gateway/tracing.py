@@ -128,13 +128,21 @@ class Tracing:
 
     def _run(self) -> None:
         while batch := self._next_batch():
-            if self._collector.send(batch):
+            if self._is_taken(batch):
                 self.sent += len(batch)
                 self._tell(failing=False)
             else:
                 self.lost += len(batch)
                 self._tell(failing=True)
         self._collector.close()
+
+    def _is_taken(self, batch: list[EndedRequest]) -> bool:
+        try:
+            return self._collector.send(batch)
+        except Exception:  # what the exporter foresaw it has caught; the thread must go on
+            if not self._failing:
+                log.warning("traces: spans could not be sent", exc_info=True)
+            return False
 
     def _next_batch(self) -> list[EndedRequest]:
         """Empty at the end."""

@@ -316,6 +316,24 @@ async def test_what_waits_is_bounded_and_the_rest_is_counted():
     assert traces.sent == BATCH + MAX_WAITING
 
 
+class Broken(Blocked):
+    def send(self, ended: Sequence[EndedRequest]) -> bool:
+        if self.took:
+            return True
+        self.took += len(ended)
+        raise LookupError("of the exporter")
+
+
+async def test_an_exporter_that_raises_loses_that_batch_only(caplog):
+    traces = Tracing(Broken(), model_label=str, clock=time.monotonic, wall_clock=time.time)
+    for sent in (0, 1):
+        trace, _ = traces.begin([])
+        traces.ended(trace, RequestRecord("id", "/v1/completions"), b"POST", 0.0)
+        await eventually(lambda sent=sent: (traces.lost, traces.sent) == (1, sent))
+    traces.close()
+    assert "LookupError" in caplog.text
+
+
 async def test_opentelemetrys_own_variables_count(collector: Collector, monkeypatch):
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", collector.url)
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_HEADERS", "authorization=Bearer%20xyz")
