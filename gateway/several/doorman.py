@@ -18,7 +18,7 @@ CLIENT, ADMIN, END = b"c", b"a", b"e"
 AT_ONCE = 64
 """Accepted in one go; then whatever else the parent does has its turn."""
 RETRY_SECONDS = 0.02
-"""Where nobody takes a connection, it waits, and those behind it in the kernel's queue."""
+"""Where nobody can take a connection, it waits, and those behind it in the kernel's queue."""
 
 
 class Taker(Protocol):
@@ -36,6 +36,8 @@ class Doorman:
         self._choose = choose
         self._listeners: dict[socket.socket, bytes] = {}
         self._pausing: dict[socket.socket, asyncio.TimerHandle] = {}
+        self._held: dict[socket.socket, socket.socket] = {}
+        """By listener: one that was accepted, and that nobody could take."""
 
     def open(self, listener: socket.socket, kind: bytes) -> None:
         listener.setblocking(False)
@@ -49,7 +51,10 @@ class Doorman:
                 pause.cancel()
             self._loop.remove_reader(listener)
             listener.close()
+        for connection in self._held.values():
+            connection.close()
         self._listeners.clear()
+        self._held.clear()
 
     def _accept(self, listener: socket.socket) -> None:
         for _ in range(AT_ONCE):
@@ -58,17 +63,18 @@ class Doorman:
                 self._pause(listener)
                 return
             try:
-                connection, _ = listener.accept()
+                connection = self._held.pop(listener, None) or listener.accept()[0]
             except (BlockingIOError, ConnectionError):
                 return
             except OSError:  # no descriptor is left: another connection has to end before
                 self._pause(listener)
                 return
-            with connection:
-                kind = self._listeners[listener]
-                if not any(taker.take(kind, connection) for taker in takers):
-                    self._pause(listener)  # all are choked: this one is closed, the others wait
-                    return
+            kind = self._listeners[listener]
+            if not any(taker.take(kind, connection) for taker in takers):
+                self._held[listener] = connection
+                self._pause(listener)
+                return
+            connection.close()  # it is the taker's now
 
     def _pause(self, listener: socket.socket) -> None:
         self._loop.remove_reader(listener)
@@ -77,3 +83,5 @@ class Doorman:
     def _go_on(self, listener: socket.socket) -> None:
         self._pausing.pop(listener, None)
         self._loop.add_reader(listener, self._accept, listener)
+        if listener in self._held:
+            self._accept(listener)

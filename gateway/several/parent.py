@@ -42,6 +42,8 @@ HUNG_SECONDS = 2.0
 """A worker says that it lives four times a second. Silent for so long it is handed no connections ..."""
 SILENT_SECONDS = 30.0
 """... and after this it is ended: nothing that a gateway does takes a tenth of it."""
+START_SECONDS = 120.0
+"""The same before it serves: on a machine that is busy starting everything, imports alone may take a while."""
 LOOK_SECONDS = 1.0
 WRONG_USAGE = 2
 """Exit code of the command for a configuration that cannot be used."""
@@ -200,24 +202,21 @@ class Parent:
 
     async def _run_once(self, worker: Worker) -> int:
         """Its whole life. Returns its exit code."""
-        with contextlib.ExitStack() as theirs:
+        with contextlib.ExitStack() as ours, contextlib.ExitStack() as theirs:
             talking, their_talking = socket.socketpair()
             handing, their_handing = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-            theirs.enter_context(their_talking)
-            theirs.enter_context(their_handing)
+            for stack, ends in ((ours, (talking, handing)), (theirs, (their_talking, their_handing))):
+                for one in ends:
+                    stack.enter_context(one)
             handing.setblocking(False)
             out, their_out = await piped(theirs)
             err, their_err = await piped(theirs)
-            ends = (str(their_talking.fileno()), str(their_handing.fileno()))
-            process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-c", START, str(ROOT), str(os.getpid()), *ends),
-                pass_fds=[their_talking.fileno(), their_handing.fileno()],
-                stdin=subprocess.DEVNULL,
-                stdout=their_out,
-                stderr=their_err,
-                start_new_session=True,  # Ctrl-C is the parent's business
-                env=self._environment,
-            )
+            try:
+                process = await self._spawn(their_talking.fileno(), their_handing.fileno(), their_out, their_err)
+            except OSError as error:  # no memory, or no process more is allowed
+                log.warning("worker %d: %s", worker.number, error.strerror)
+                return 1
+            ours.pop_all()
         seat = worker.begin(process, handing)
         printing = [
             asyncio.create_task(pass_on(out, self._funnel.write)),
@@ -231,6 +230,18 @@ class Parent:
             await asyncio.wait(printing, timeout=WORDS_SECONDS)
             for task in printing:
                 task.cancel()
+
+    async def _spawn(self, talking: int, handing: int, out: int, err: int) -> Process:
+        """Raises `OSError`."""
+        return await asyncio.create_subprocess_exec(
+            *(sys.executable, "-c", START, str(ROOT), str(os.getpid()), str(talking), str(handing)),
+            pass_fds=[talking, handing],
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=err,
+            start_new_session=True,  # Ctrl-C is the parent's business
+            env=self._environment,
+        )
 
     async def _follow(self, seat: Seat, process: Process, talking: socket.socket) -> int:
         lost = asyncio.Event()
@@ -256,8 +267,9 @@ class Parent:
             await asyncio.sleep(LOOK_SECONDS)
             now = time.monotonic()
             for worker in self._workers:
-                if worker.process is not None and now - max(worker.seat.alive_at, worker.began_at) > SILENT_SECONDS:
-                    log.warning("worker %d has said nothing for %g s: it is ended", worker.number, SILENT_SECONDS)
+                limit = SILENT_SECONDS if worker.seat.is_ready else START_SECONDS
+                if worker.process is not None and now - max(worker.seat.alive_at, worker.began_at) > limit:
+                    log.warning("worker %d has said nothing for %g s: it is ended", worker.number, limit)
                     worker.kill()
 
     # ---- the end -----------------------------------------------------------------------------------------------------

@@ -13,8 +13,11 @@ from random import Random
 
 import httpx
 
+from gateway.keys import new_entry, new_secret
 from tests.chaos.openloop import percentile
 from tests.chaos.rig import EmbeddedReplica, GatewayProcess, eventually, span
+from tests.proxy.certificates import Authority
+from tests.redis_server import redis_server
 from tests.several.conftest import children
 
 CONVERSATIONS = 30
@@ -140,3 +143,44 @@ async def test_a_worker_that_hangs_gets_no_more_connections(tmp_path: Path) -> N
         back = await eventually(is_back, "it serves again", 10.0)
         assert (await gateway.metrics()).total("warmlane_requests_total") >= before + 12
     print(f"known after {took:.1f} s; a request then {each * 1e3:.0f} ms; back after {back:.1f} s")
+
+
+async def test_with_tls_keys_and_redis(tmp_path: Path) -> None:
+    """All that a gateway may have: each worker has it. What came through the hub is not heard through Redis again."""
+    pair = Authority(tmp_path, "authority").issue("gateway", "IP:127.0.0.1")
+    secret = new_secret()
+    (tmp_path / "keys.toml").write_text(new_entry("team", secret, None))
+    replica = EmbeddedReplica("embedded", tmp_path, *OPTIONS)
+    await replica.start()
+    with redis_server(tmp_path) as redis:
+        config = {
+            "server": {"workers": 2, "tls_certificate": str(pair.certificate), "tls_key": str(pair.key)},
+            "auth": {"keys_file": str(tmp_path / "keys.toml"), "isolate_tenants": True},
+            "redis": {"url": redis.url},
+        }
+        gateway = GatewayProcess("gateway", tmp_path, config, [replica.url], {"WARMLANE_REDIS_SECRET": "s" * 32})
+        try:
+            await gateway.start()
+            headers = {"Authorization": f"Bearer {secret}"}
+
+            async def shares_alone() -> bool:
+                async with httpx.AsyncClient(trust_env=False, verify=False, headers=headers, timeout=10.0) as client:
+                    page = (await client.get(f"{gateway.url}/metrics")).text
+                values = dict(line.rsplit(" ", 1) for line in page.splitlines() if not line.startswith("#"))
+                peers = values.get("warmlane_peers"), values.get("warmlane_peers_connected")
+                return peers == ("0.0", "1.0") and page.count('state="up"} 1.0') == 1
+
+            for _ in range(4):
+                await eventually(shares_alone, "Redis is there, and in it nobody but the siblings")
+            cached = []
+            for number in range(4):
+                async with httpx.AsyncClient(trust_env=False, verify=False, headers=headers, timeout=30.0) as client:
+                    messages = [{"role": "user", "content": "The same for all. " * 300 + str(number)}]
+                    body = {"model": "m", "max_tokens": 1, "messages": messages}
+                    answer = (await client.post(f"{gateway.url}/v1/chat/completions", json=body)).raise_for_status()
+                    cached.append(answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"])
+            assert cached[0] == 0
+            assert min(cached[1:]) > 500  # one salt in all workers
+        finally:
+            await gateway.close()
+            replica.kill()

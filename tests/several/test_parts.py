@@ -240,6 +240,12 @@ async def test_a_connection_is_served_by_who_takes_it() -> None:
     assert await waiting
     assert all(await asyncio.gather(*(answered(port) for _ in range(20))))
     assert (choked.taken, hand.taken, handed.received) == (0, 21, 21)
+    hand.is_choked = True
+    waiting = asyncio.create_task(answered(port))  # accepted, and nobody can take it: it is kept
+    await asyncio.sleep(0.05)
+    assert not waiting.done()
+    hand.is_choked = False
+    assert await waiting
     doorman.close()
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.1", port), 1.0)
