@@ -23,6 +23,7 @@ ADDED = frozenset(
         "warmlane_waiting_requests",
         "warmlane_tenant_waiting_requests",
         "warmlane_upstream_connections",
+        "warmlane_index_bytes",
         "warmlane_replica_in_flight_requests",
         "warmlane_processes",
         "process_virtual_memory_bytes",
