@@ -89,7 +89,8 @@ class Fleet:
     shared_processor: bool = False
     """All replicas run on one machine: each gets an equal share of its speed while several are busy."""
     full_speed_replicas: float = 1.0
-    """So many of them may be busy before they slow each other down; with `shared_processor`."""
+    """So many of them may be busy before they slow each other down; with `shared_processor`. Below 1 they lose time by
+    taking turns: together they do less than one alone."""
     speeds: tuple[float, ...] = ()
     """How many times faster each replica is than that, first replica first; 1 where none is given."""
     network_delay_seconds: float = 0.0
@@ -126,7 +127,7 @@ class Fleet:
 
     def share_of_each(self, busy: int) -> float:
         """Share of its full speed that each replica has while so many are busy."""
-        return min(1.0, self.full_speed_replicas / max(1, busy)) if self.shared_processor else 1.0
+        return min(1.0, self.full_speed_replicas / busy) if self.shared_processor and busy > 1 else 1.0
 
     @property
     def total_prefill_rate(self) -> float:

@@ -32,6 +32,8 @@ GATEWAY_FLAGS: dict[str, FlagValue] = {
     # The gateway asks these several times a second.
     "disable-access-log-for-endpoints": "/health,/metrics,/ping,/v1/models",
 }
+HYBRID_ONLY = ("VLLM_PREFIX_CACHE_RETENTION_INTERVAL",)
+"""Variables that vLLM (seen: 0.24) refuses to start with where all layers of the model keep the whole context."""
 NOTHING = Placement()
 
 
@@ -71,7 +73,9 @@ def command_line(
     lets the last one win.
     """
     chosen = preset.profile(profile, version)
-    flags, notes = dict(chosen.flags), placement.notes
+    flags, environment, notes = dict(chosen.flags), dict(chosen.environment), placement.notes
+    if model is not None and not is_known_hybrid(model):
+        environment = {name: value for name, value in environment.items() if name not in HYBRID_ONLY}
     address = ["--host", host, "--port", str(port)]
     if preset.program == "embedded":
         argv = [sys.executable, "-m", "workers.sim_replica", "--model", model or preset.model_name]
@@ -85,7 +89,7 @@ def command_line(
     words = flag_words(flags)
     return CommandLine(
         argv=(*argv, *words, *address, *extra),
-        environment={**chosen.environment, **placement.environment},
+        environment={**environment, **placement.environment},
         flags=(*words, *extra),
         notes=notes,
     )
@@ -116,6 +120,13 @@ def may_be_hybrid(model: str) -> bool:
         return load(model).is_hybrid
     except ModelError:
         return True
+
+
+def is_known_hybrid(model: str) -> bool:
+    try:
+        return load(model).is_hybrid
+    except ModelError:
+        return False
 
 
 def flag_words(flags: Mapping[str, FlagValue]) -> list[str]:

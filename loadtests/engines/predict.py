@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean, linear_regression
 
@@ -19,16 +19,20 @@ import msgspec
 from gateway.core.settings import POLICY_NAMES, RoutingSettings
 from loadtests.bench.report import number, table
 from loadtests.engines.fleet import BLOCK_TOKENS
-from loadtests.engines.measure import Facts, Prefill
+from loadtests.engines.measure import Facts, Prefill, Sustained
 from loadtests.engines.report import Run, read_runs
 from loadtests.fleet import Fleet
 from loadtests.simulator import Simulator
 from loadtests.traces.generated import Chats
+from workers.engine_model import EngineRequest
 
 MAX_NUM_SEQS = 8
 """Of the preset that the replicas are started with."""
 STEP_TOKENS = 2_048
 """vLLM's `max_num_batched_tokens` for a server on a CPU."""
+BUSY_STREAMS = 2
+"""Prompts that each replica has at a time while all are measured busy."""
+SHARE_PRECISION = 1e-4
 TOLERANCE = 0.25
 """A mean this near is a prediction."""
 
@@ -47,15 +51,11 @@ class Prediction:
         return self.simulated_seconds / self.measured_seconds
 
 
-def fleet_of(facts: Facts) -> Fleet:
+def fleet_of(facts: Facts, max_num_seqs: int = MAX_NUM_SEQS, step_tokens: int = STEP_TOKENS) -> Fleet:
     """The measured replicas, as fast as one is alone until so many are busy that they share the machine."""
     first, growth = prefill_curve(facts.prefill_alone)
-    busy = facts.sustained
     one, most = facts.decode_alone[0], facts.decode_alone[-1]
-    alone_seconds = busy.prompts * (
-        first * busy.prompt_tokens + growth * busy.prompt_tokens**2 + busy.answer_tokens / one.tokens_per_second
-    )
-    return Fleet(
+    fleet = Fleet(
         replicas=facts.replicas,
         cache_tokens=facts.cache_tokens,
         block_tokens=BLOCK_TOKENS,
@@ -63,13 +63,39 @@ def fleet_of(facts: Facts) -> Fleet:
         attention_tokens=first / (2 * growth) if growth > 0 else None,
         decode_rate=one.tokens_per_second,
         decode_slowdown=max(0.0, (one.tokens_per_second / most.tokens_per_second - 1) / (most.streams - 1)),
-        max_num_seqs=MAX_NUM_SEQS,
+        max_num_seqs=max_num_seqs,
         first_token_floor_seconds=facts.floor_seconds,
         shared_processor=True,
-        full_speed_replicas=max(1.0, facts.replicas * alone_seconds / busy.seconds),
-        step_tokens=STEP_TOKENS,
+        step_tokens=step_tokens,
         preempts=True,
     )
+    return replace(fleet, full_speed_replicas=facts.replicas * share_of_each(fleet, facts.sustained))
+
+
+def share_of_each(fleet: Fleet, busy: Sustained) -> float:
+    """Of its full speed that each replica has while all are busy: with it the engine model takes as long as was
+    measured."""
+    low, high = 0.0, 1.0
+    while high - low > SHARE_PRECISION:
+        share = (low + high) / 2
+        low, high = (low, share) if busy_seconds(fleet, busy, share) < busy.seconds else (share, high)
+    return high
+
+
+def busy_seconds(fleet: Fleet, busy: Sustained, share: float) -> float:
+    """What one replica takes for its part of that measurement. The others do the same at the same time."""
+    engine = fleet.engine(0)
+    engine.share_processor(share, 0.0)
+    now, left = 0.0, busy.prompts
+    while True:
+        while left and engine.running + engine.waiting < BUSY_STREAMS:
+            engine.submit(EngineRequest(busy.prompt_tokens, busy.answer_tokens), now)
+            left -= 1
+        at = engine.next_event()
+        if at is None:
+            return now
+        now = at
+        engine.advance(now)
 
 
 def prefill_curve(prefills: Sequence[Prefill]) -> tuple[float, float]:

@@ -20,7 +20,8 @@ from loadtests.bench.processes import BenchmarkFailure, stat_fields
 from loadtests.engines.client import Answer, Load, ask, new_client, run_workload
 from loadtests.engines.fleet import BLOCK_TOKENS, CACHE_BLOCKS, Counters, read_cache_tokens, read_counters, running
 from loadtests.engines.measure import Decode, Facts, Prefill, Sustained
-from loadtests.engines.predict import as_table, fleet_of, predictions, prefill_curve
+from loadtests.engines.predict import as_table, busy_seconds, fleet_of, predictions, prefill_curve
+from loadtests.engines.predict_gpu import Line, fleet_on_gpu, simulate
 from loadtests.engines.report import Run, figures_of, percentile, read_runs, write_report
 from loadtests.engines.routers import ROUTERS
 from loadtests.engines.run import plan, read_options
@@ -408,11 +409,33 @@ def test_the_simulated_fleet_is_the_measured_one() -> None:
     fleet = fleet_of(FACTS)
     assert (fleet.replicas, fleet.cache_tokens, fleet.decode_rate) == (3, 16_384, 300)
     # 0.1 ms for the first token, twice as much from token 1,000 on: 1.2 s for 4,000 alone, and 0.1 s for an answer of
-    # 30; while all are busy half as long again.
+    # 30.
     assert (fleet.prefill_rate, fleet.attention_tokens) == pytest.approx((10_000, 1_000))
-    assert fleet.full_speed_replicas == pytest.approx(2.0)
-    assert [fleet.share_of_each(busy) for busy in (0, 1, 2, 3)] == pytest.approx([1, 1, 1, 2 / 3])
+    share = fleet.full_speed_replicas / 3
+    assert [fleet.share_of_each(busy) for busy in (0, 1, 3)] == pytest.approx([1, 1, share])
+    # Two prompts at a time: while one decodes the other is in prefill, so ten take less than ten times 1.3 s alone.
+    assert 10 * 1.2 < busy_seconds(fleet, FACTS.sustained, 1.0) < 10 * 1.3
+    assert busy_seconds(fleet, FACTS.sustained, share) == pytest.approx(19.5, rel=1e-3)
     assert fleet.decode_slowdown == pytest.approx(1 / 7)
+
+
+def test_replicas_that_lose_time_by_taking_turns_are_slower_together_than_one_alone() -> None:
+    slow = msgspec.structs.replace(FACTS, sustained=msgspec.structs.replace(FACTS.sustained, seconds=60.0))
+    fleet = fleet_of(slow)
+    assert fleet.full_speed_replicas < 1
+    assert fleet.share_of_each(1) == 1
+    assert fleet.share_of_each(2) == pytest.approx(fleet.full_speed_replicas / 2)
+
+
+def test_four_replicas_on_a_gpu_were_predicted() -> None:
+    folder = Path(__file__).parents[2] / "loadtests" / "results"
+    facts = msgspec.json.decode((folder / "2026-12-01-h200-llama8b-facts.json").read_bytes(), type=Facts)
+    lines = (folder / "2026-12-01-h200-llama8b.jsonl").read_text().splitlines()
+    measured = [msgspec.json.decode(line, type=Line) for line in lines]
+    line = next(one for one in measured if (one.router, one.users) == ("warmlane", 24))
+    simulated = simulate(line, fleet_on_gpu(facts))
+    assert simulated.ttft_mean == pytest.approx(line.ttft_mean, rel=0.15)
+    assert simulated.cached_share == pytest.approx(line.cached_share, abs=0.03)
 
 
 def test_prompts_that_show_no_attention_have_their_mean_rate() -> None:

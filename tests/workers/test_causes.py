@@ -70,6 +70,17 @@ def test_what_vllm_wrote_on_a_cpu_names_the_longest_request_that_fits() -> None:
     assert {(cause.kind, cause.longest_tokens) for cause in found} == {(Kind.CACHE_TOO_SMALL, 3_168)}
 
 
+def test_what_vllm_wrote_on_an_h200_that_another_process_had_filled() -> None:
+    cause = read_line(
+        "(EngineCore pid=2989) ValueError: Free memory on device cuda:0 (5.49/139.8 GiB) on startup is less than "
+        "desired GPU memory utilization (0.9, 125.82 GiB). Decrease GPU memory utilization or reduce GPU memory used "
+        "by other processes."
+    )
+    assert cause is not None
+    assert cause.kind is Kind.MEMORY_TAKEN
+    assert cause.free_share == pytest.approx(5.49 / 139.8)
+
+
 @pytest.mark.parametrize(
     "line",
     [

@@ -46,6 +46,25 @@ def test_a_start_on_an_h200_with_0_24() -> None:
     )
 
 
+def test_a_start_of_gpt_oss_on_an_h200() -> None:
+    """The other model runner of the same version; the first start on a GPU through `warmlane up`."""
+    assert heard(recorded("0.24-h200-gpt-oss")).facts == EngineFacts(
+        version="0.24.0",
+        weights_gib=64.67,
+        load_seconds=3.207594,
+        kv_cache_gib=59.66,
+        kv_tokens=1_633_939,
+        context=131_072,
+        concurrency=12.47,
+        graphs_gib=0.09,
+        engine_seconds=59.15,
+    )
+    steps = progress_of(recorded("0.24-h200-gpt-oss"))
+    assert steps[:5] == [None, "loading weights", "measuring memory", "compiling", "preparing the engine"]
+    assert "capturing CUDA graphs, 43 %" in steps
+    assert steps[-1] == "opening its port"
+
+
 def test_a_start_on_the_cpu_with_0_32() -> None:
     assert heard(recorded("0.32-cpu")).facts == EngineFacts(
         version="0.32.0",

@@ -387,6 +387,22 @@ def test_a_flag_that_the_version_does_not_know_is_refused(
     assert line in printed.err
 
 
+@pytest.mark.parametrize(
+    ("model", "kept"),
+    [
+        (None, True),
+        ("openai/gpt-oss-20b", True),
+        ("Qwen/Qwen3-8B", False),
+        ("/models/that-is-not-here", False),
+    ],
+)
+def test_what_only_sliding_windows_need_is_left_out_for_other_models(model: str | None, kept: bool) -> None:
+    """vLLM 0.24 on an H200 ended with "this model has no sliding-window or Mamba KV cache group, so retention has no
+    effect. Unset it"."""
+    command = command_line(presets.load(H200_PRESET), version=Version(0, 24, 0), model=model)
+    assert ("VLLM_PREFIX_CACHE_RETENTION_INTERVAL" in command.environment) == kept
+
+
 def test_the_version_that_was_found_decides_the_flags(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
