@@ -14,6 +14,7 @@ import os
 import socket
 import sys
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TextIO
 
@@ -69,7 +70,10 @@ def plan_fleet(request: Request, count: int | None) -> Fleet:
     embedded = launch.engine is None
     total = count or launch.replicas or (2 if embedded else 1)
     ports = free_ports(total)
-    made = [launch.worker(f"replica-{index + 1}", HOST, ports[index], index, total) for index in range(total)]
+    made = [
+        launch.worker(f"replica-{index + 1}", HOST, port, index, total, lambda: free_ports(1)[0])
+        for index, port in enumerate(ports)
+    ]
     notes = dict.fromkeys([*launch.notes, *(note for _, command in made for note in command.notes)])
     if launch.engine is not None and not request.must_run:
         notes[f"for {launch.engine}"] = None
@@ -182,11 +186,11 @@ async def greet(
                 return  # the listener is closed
             print(f"warmlane: {url}/ready does not answer: {error or type(error).__name__}", file=sys.stderr)
             return
-    print(greeting(url, fleet, needs_key, page), file=out, flush=True)
+    print(greeting(url, fleet, supervisor.names, needs_key, page), file=out, flush=True)
 
 
-def greeting(url: str, fleet: Fleet, needs_key: bool, page: str) -> str:
-    replicas = ", ".join(worker.url for worker in fleet.workers)
+def greeting(url: str, fleet: Fleet, urls: Iterable[str], needs_key: bool, page: str) -> str:
+    replicas = ", ".join(urls)
     header, key = "", "unused"
     if needs_key:
         header, key = ' -H "Authorization: Bearer $KEY"', "KEY"

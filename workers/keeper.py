@@ -28,7 +28,7 @@ from workers.causes import Cause, Causes, Kind
 from workers.remedies import Change, next_change
 from workers.traffic import Traffic
 from workers.vitals import Vitals
-from workers.worker import STOP_GRACE_SECONDS, Worker, WorkerFailed, how_it_ended
+from workers.worker import STOP_GRACE_SECONDS, PortTaken, Worker, WorkerFailed, how_it_ended
 
 log = logging.getLogger(__name__)
 
@@ -162,12 +162,23 @@ class Keeper:
             if not await self._unless_ordered(self._come_up(worker)):
                 return End("restarted while it started", ordered=True)
             return await self._serve(worker)
+        except PortTaken as error:
+            return self._move(error.reason)
         except WorkerFailed as error:
             return End(error.reason)
         except OSError as error:  # no descriptor or process left for it on this machine
             return End(f"{self.name} cannot be started: {error.strerror or error}")
         finally:
             await worker.stop(self._grace_seconds)
+
+    def _move(self, reason: str) -> End:
+        """To another port, at once, where nothing needs this very one."""
+        if self._template.elsewhere is None:
+            return End(reason)
+        self._template = self._template.elsewhere()
+        self.url = self._template.url
+        log.warning("%s: it moves to %s", reason, self.url)
+        return End(reason, ordered=True)
 
     async def _come_up(self, worker: Worker) -> None:
         began = self._clock()

@@ -103,11 +103,21 @@ class Launch:
         warnings = check_known(self.engine, command.flags, command.environment, self.machine.environment)
         return command._replace(notes=(*command.notes, *warnings))
 
-    def worker(self, name: str, host: str, port: int, index: int = 0, of: int = 1) -> tuple[Worker, CommandLine]:
-        """The replica number `index` of so many, not started yet, and its command. Raises `LaunchError`."""
+    def worker(
+        self, name: str, host: str, port: int, index: int = 0, of: int = 1, free_port: Callable[[], int] | None = None
+    ) -> tuple[Worker, CommandLine]:
+        """The replica number `index` of so many, not started yet, and its command. Raises `LaunchError`.
+
+        `free_port` finds another port for it where this one is taken when it starts.
+        """
         placement = self.place(index, of)
         command = self.command(placement, host, port)
         report = self.report(command, placement, name)
+
+        def elsewhere() -> Worker:
+            assert free_port is not None
+            return self.worker(name, host, free_port(), index, of, free_port)[0]
+
         worker = Worker(
             command.argv,
             command.environment,
@@ -115,6 +125,7 @@ class Launch:
             name=name,
             on_line=report.hear if report else None,
             progress=report.progress if report else None,
+            elsewhere=elsewhere if free_port is not None else None,
         )
         return worker, command
 

@@ -45,6 +45,8 @@ class Supervisor:
         on_hopeless: Callable[[], None] | None = None,
     ) -> None:
         self._workers = tuple(workers)
+        self.names = {worker.url: worker.name for worker in workers}
+        """Of each replica by its URL, kept up to date: one may move to another port."""
         self._settings = settings
         self._prefill_rate = prefill_rate
         self._on_hopeless = on_hopeless
@@ -57,11 +59,6 @@ class Supervisor:
 
     def __repr__(self) -> str:
         return f"<Supervisor of {', '.join(map(repr, self._keepers)) or 'nobody yet'}>"
-
-    @property
-    def names(self) -> dict[str, str]:
-        """Name of each replica by its URL."""
-        return {worker.url: worker.name for worker in self._workers}
 
     @property
     def is_hopeless(self) -> bool:
@@ -167,6 +164,9 @@ class Supervisor:
         }
 
     def _look(self) -> None:
+        if self.names.keys() != {keeper.url for keeper in self._keepers}:
+            self.names.clear()
+            self.names.update((keeper.url, keeper.name) for keeper in self._keepers)
         if self._keepers and all(keeper.is_settled for keeper in self._keepers):
             self._settled.set()
         if self.is_hopeless and self._on_hopeless is not None:

@@ -80,10 +80,14 @@ class WorkerFailed(Exception):
         self.reason = reason
 
 
+class PortTaken(WorkerFailed):
+    """Somebody else listens where the replica was to."""
+
+
 class Worker:
     """A replica that this process owns. `url` is where it will answer; `environment` is added to our own.
     `on_line` is called with the beginning of each line of its output, after the line was passed on; `progress` says how
-    far a start is.
+    far a start is; `elsewhere` makes one like it on another port.
 
     `start`, `wait_ready` and `stop` are called in this order by one owner; `stop` may be called at any time and twice.
     """
@@ -98,6 +102,7 @@ class Worker:
         output: TextIO | None = None,
         on_line: Callable[[str], None] | None = None,
         progress: Callable[[], str | None] | None = None,
+        elsewhere: Callable[[], Worker] | None = None,
     ) -> None:
         self.command = tuple(command)
         self.environment = dict(environment)
@@ -107,6 +112,7 @@ class Worker:
         self.listeners = [on_line] if on_line is not None else []
         self.progress = progress
         self._mark = descendants.new_mark()
+        self.elsewhere = elsewhere
         self._process: Process | None = None
         self._watchdog: Process | None = None
         self._leash: int | None = None
@@ -145,7 +151,7 @@ class Worker:
         if self._process is not None:
             raise RuntimeError(f"{self!r} was started before")
         if await self._is_taken():  # else the stranger's good health would be taken for ours
-            raise WorkerFailed(f"{self.name}: something else listens on {self.url} already")
+            raise PortTaken(f"{self.name}: something else listens on {self.url} already")
         await self._start_watchdog()
         assert self._leash is not None
         ends: list[int] = []

@@ -345,6 +345,11 @@ def test_a_replica_of_each_card_is_prepared(tmp_path: Path) -> None:
     assert [worker.url for worker in workers] == ["http://127.0.0.1:8101", "http://127.0.0.1:8102"]
     with pytest.raises(LaunchError, match="3 replicas of 1 need 3"):
         launch.worker("r2", "127.0.0.1", 8103, 2, 3)
+    template, _ = launch.worker("r1", "127.0.0.1", 8102, 1, 2, lambda: 8109)
+    assert template.elsewhere is not None
+    moved = template.elsewhere()
+    assert (moved.url, moved.environment) == ("http://127.0.0.1:8109", template.environment)
+    assert "8102" not in " ".join(moved.command)  # its socket files have the port in their names, too
 
 
 def test_keys_and_addresses_are_not_kept_with_the_flags() -> None:

@@ -8,6 +8,7 @@ import io
 import logging
 import os
 import signal
+import socket
 import sys
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -148,6 +149,25 @@ async def test_a_killed_replica_leaves_the_traffic_and_comes_back(tmp_path: Path
         assert fleet.traffic.log == [f"join {url}", f"leave {url}", f"join {url}"]
         assert fleet.keepers[0].last_end == "r1 ended by itself: killed by SIGKILL"
         assert not is_running(fleet.pids()[1])  # the engine core of its first life
+
+
+async def test_a_replica_whose_port_was_taken_meanwhile_moves_at_once(tmp_path: Path) -> None:
+    fleet = Fleet(tmp_path, "ok")
+    (template,) = fleet.supervisor._workers
+    names = fleet.supervisor.names
+    with socket.socket() as stranger:
+        stranger.bind(("127.0.0.1", int(httpx.URL(template.url).port or 0)))
+        stranger.listen()
+        port = free_port()
+        there = base_url("127.0.0.1", port)
+        command = [*template.command, "--port", str(port)]
+        template.elsewhere = lambda: Worker(command, template.environment, there, name="r1", output=fleet.output)
+        async with running(fleet):
+            await fleet.all_ready()
+            assert fleet.traffic.log == [f"join {there}"]
+            assert fleet.keepers[0].failed_starts == 0
+            assert names == {there: "r1"}
+            assert fleet.supervisor.show()["workers"][0]["replica"] == there
 
 
 async def test_too_many_failed_starts_in_a_row_are_given_up_with_a_line_and_no_other_is_touched(
