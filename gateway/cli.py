@@ -9,13 +9,14 @@ import contextlib
 import os
 import sys
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
 from gateway.core.settings import POLICY_NAMES
-from gateway.doctor_command import doctor, key_in
+from gateway.doctor_command import ADMIN_KEY, doctor, key_in
 from gateway.outlet import outlet
 from gateway.plan_command import plan
 from gateway.top_command import top
@@ -78,7 +79,6 @@ AdminUrl = Annotated[str, typer.Option("--url", metavar="URL", help="Its admin l
 KeyVariable = Annotated[
     str, typer.Option("--key-env", metavar="NAME", help="Environment variable with the admin key, where one is needed.")
 ]
-ADMIN_KEY = "WARMLANE_ADMIN_KEY"
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 key = typer.Typer(help="API keys of clients.", rich_markup_mode=None)
@@ -316,7 +316,7 @@ def restart(
     from gateway import operate
 
     with asking(key_env) as key:
-        problem = operate.restart(url, replica, key, alone=alone, say=print)
+        problem = operate.restart(url, replica, key, alone=alone, say=partial(print, flush=True))
     if problem:
         raise Refused(f"stopped: {problem}", FAILED)
     return DONE

@@ -32,6 +32,7 @@ AdminKey = Annotated[
 ]
 
 NO_ERROR, ERRORS = 0, 1
+ADMIN_KEY = "WARMLANE_ADMIN_KEY"
 
 
 def doctor(
@@ -41,7 +42,7 @@ def doctor(
     as_json: Json = False,
     key_env: ReplicaKey = None,
     gateway_key_env: GatewayKey = None,
-    admin_key_env: AdminKey = "WARMLANE_ADMIN_KEY",
+    admin_key_env: AdminKey = ADMIN_KEY,
 ) -> int:
     """Look at the metrics of a running fleet for some seconds: findings, by which figures, and the flag to change.
 
@@ -49,7 +50,7 @@ def doctor(
     from gateway.config import replica_url
     from gateway.doctor.looking import Keys
 
-    keys = Keys(named(key_env, "--key-env"), named(gateway_key_env, "--gateway-key-env"), key_in(admin_key_env))
+    keys = Keys(named(key_env, "--key-env"), named(gateway_key_env, "--gateway-key-env"), admin_key(admin_key_env))
     addresses = [replica_url(url, "URL") for url in urls]
     shown: list[Report] = []
     try:
@@ -90,6 +91,12 @@ def named(variable: str | None, option: str) -> str | None:
     if key is None:
         raise Refused(f"{option}: ${variable} is not set, or empty")
     return key
+
+
+def admin_key(variable: str) -> str | None:
+    """One of the default's name may be missing, for most gateways ask for none. Raises `Refused`."""
+    is_asked = variable != ADMIN_KEY or variable in os.environ
+    return named(variable, "--admin-key-env") if is_asked else None
 
 
 def key_in(variable: str) -> str | None:

@@ -230,14 +230,27 @@ class Load:
 
 
 def restart(up: Up, *arguments: str, seconds: float = DEADLINE_SECONDS) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
+    with restarting(up, *arguments) as command:
+        return finished(command, seconds)
+
+
+def restarting(up: Up, *arguments: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
         [*WARMLANE, "restart", "--url", up.admin_url, *arguments],
         env={**os.environ, "WARMLANE_ADMIN_KEY": KEY},
-        capture_output=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         text=True,
-        timeout=seconds,
-        check=False,
     )
+
+
+def finished(command: subprocess.Popen[str], seconds: float = DEADLINE_SECONDS) -> subprocess.CompletedProcess[str]:
+    try:
+        out, err = command.communicate(timeout=seconds)
+    except subprocess.TimeoutExpired:
+        command.kill()
+        raise
+    return subprocess.CompletedProcess(command.args, command.returncode, out, err)
 
 
 def test_a_rolling_restart_under_load_fails_no_request(start):
@@ -247,13 +260,17 @@ def test_a_rolling_restart_under_load_fails_no_request(start):
     load = Load(up.url, 8)
     try:
         up.wait_for(lambda: load.answers > 50 or load.failures)
-        ended = restart(up, "--all")
+        with restarting(up, "--all") as command:
+            assert command.stdout is not None
+            first = command.stdout.readline().rstrip()
+            assert command.poll() is None  # each line is seen when it is true, also through a pipe
+            ended = finished(command)
         answered = load.answers
         up.wait_for(lambda: load.answers > answered + 20 or load.failures)
     finally:
         load.stop()
     assert (ended.returncode, ended.stderr) == (0, "")
-    assert sorted(ended.stdout.splitlines()) == [f"replica-{number} is renewed" for number in (1, 2, 3)]
+    assert sorted([first, *ended.stdout.splitlines()]) == [f"replica-{number} is renewed" for number in (1, 2, 3)]
     after = up.workers()
     assert [one["lives"] for one in after.values()] == [2, 2, 2]
     assert not {one["pid"] for one in before.values()} & {one["pid"] for one in after.values()}

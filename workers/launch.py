@@ -14,7 +14,10 @@ import sys
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
+
+from msgspec import structs
 
 from workers import presets, starts
 from workers.command_line import DEFAULT_HOST, DEFAULT_PORT, EVENTS_FLAG, CommandLine, base_url, command_line
@@ -22,10 +25,10 @@ from workers.engine_version import Engine, LaunchError, check_known, find_engine
 from workers.extra_flags import heed, served_name
 from workers.gpus import detect
 from workers.placement import Machine, Placement, described, working_numactl
-from workers.planner.settings import is_flag
+from workers.planner.settings import SIZES, FlagError, flags_of, is_flag
 from workers.planner.start import plan_start
-from workers.preset_choice import EMBEDDED, Choice, choose
-from workers.presets import DEFAULT_PROFILE, Preset, PresetError
+from workers.preset_choice import EMBEDDED, Choice, choose, kinds
+from workers.presets import ANY_GPU, DEFAULT_PROFILE, Gpu, Preset, PresetError
 from workers.start_report import Identity, StartReport, cpu_hardware
 from workers.worker import Worker, WorkerFailed, how_it_ended
 
@@ -201,11 +204,14 @@ def prepare(request: Request, machine: Machine | None = None, *, may_embed: bool
         name, chosen, notes = preset_for(machine, request, may_embed)
     preset = presets.load(name)
     preset.profile(request.profile)
+    if not (preset.model or request.model):
+        raise LaunchError(f"preset {name} loads what --model names")
     if machine is None:
         machine = this_machine(os.environ) if preset.gpu is not None else Machine(environment=os.environ)
     if machine.troubles and (machine.slots or request.preset is not None):
         notes = (f"WARNING: a GPU driver is here and fails: {'; '.join(machine.troubles)}", *notes)
     notes = (*notes, *heed(request.extra))
+    preset = structs.replace(preset, gpu=cards_of(preset, request, machine))
     engine = None
     if preset.program == "vllm":
         engine = find_engine(request.vllm, request.vllm_version, must_run=request.must_run)
@@ -223,7 +229,9 @@ def preset_for(machine: Machine, request: Request, may_embed: bool) -> tuple[str
             urgent = "WARNING: " if machine.troubles else ""
             return EMBEDDED, None, (f"{urgent}no GPU found ({machine.why_empty}): {MADE_UP}",)
         if not may_embed:
-            raise LaunchError(f"no preset is for {described(slots)}: name one with --preset")
+            raise LaunchError(
+                f"no preset is for {described(slots)}: name one with --preset (any model: --preset any --model NAME)"
+            )
         return EMBEDDED, None, (f"no preset is for {described(slots)}: {MADE_UP}; --preset names another",)
     if may_embed and request.must_run:
         try:
@@ -231,6 +239,20 @@ def preset_for(machine: Machine, request: Request, may_embed: bool) -> tuple[str
         except LaunchError as error:
             return EMBEDDED, None, (f"{choice.why}; but {error}. So {MADE_UP}",)
     return choice.preset, choice, (choice.why,)
+
+
+def cards_of(preset: Preset, request: Request, machine: Machine) -> Gpu | None:
+    """What one replica occupies, where the user's flags split it otherwise or the preset takes any cards."""
+    gpu = preset.gpu
+    if gpu is None or preset.program != "vllm":
+        return gpu
+    try:
+        flags = {**preset.profile(request.profile).flags, **flags_of(request.extra)}
+        count = prod(int(flags.get(size, 1)) for size in SIZES)
+    except (FlagError, ValueError):
+        return gpu  # vLLM says what is wrong with it
+    name = next(iter(kinds(machine.slots)), gpu.name) if gpu.name == ANY_GPU else gpu.name
+    return Gpu(name, max(1, count))
 
 
 def require_model(preset: Preset, model: str | None) -> None:

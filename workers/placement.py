@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from workers.engine_version import LaunchError
 from workers.gpus import VISIBLE, Device, Slot, numa_node, vendor_of, visible
 from workers.planner.hardware import GPUS
-from workers.presets import Gpu
+from workers.presets import ANY_GPU, Gpu
 
 TRIAL_SECONDS = 10.0
 HIDING = (*VISIBLE.values(), "ROCR_VISIBLE_DEVICES")
@@ -74,7 +74,8 @@ class Machine:
             return Placement()
         if not self.is_told:
             labels = tuple(str(position) for position in range(index * gpu.count, (index + 1) * gpu.count))
-            return Placement(labels, {VISIBLE["amd" if GPUS[gpu.name].is_amd else "nvidia"]: ",".join(labels)})
+            is_amd = gpu.name in GPUS and GPUS[gpu.name].is_amd
+            return Placement(labels, {VISIBLE["amd" if is_amd else "nvidia"]: ",".join(labels)})
         slots, notes = self.meant(gpu)
         last = (index + 1) * gpu.count
         if len(slots) < last:
@@ -96,6 +97,8 @@ class Machine:
     def meant(self, gpu: Gpu) -> tuple[tuple[Slot, ...], tuple[str, ...]]:
         """The cards that the preset is for; all, with a note, where those are too few and others are there."""
         slots = self.slots
+        if gpu.name == ANY_GPU:
+            return slots, ()
         fitting = tuple(slot for slot in slots if slot.device is None or slot.device.name == gpu.name)
         if len(fitting) >= gpu.count:
             return fitting, ()

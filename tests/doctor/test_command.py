@@ -151,6 +151,7 @@ def test_replicas_that_differ_are_compared() -> None:
         (("http://here", "--seconds", "0"), "--seconds"),
         (("http://here", "--key-env", "NOT_THERE"), "$NOT_THERE is not set"),
         (("http://here", "--key-env", "SPLIT"), "$SPLIT: a key has letters"),
+        (("http://here", "--admin-key-env", "NOT_THERE"), "--admin-key-env: $NOT_THERE is not set, or empty"),
     ],
 )
 def test_wrong_usage_is_exit_code_2_and_one_line(words: tuple[str, ...], complaint: str) -> None:

@@ -408,4 +408,4 @@ def test_cards_without_a_preset_choose_none() -> None:
 
 
 def test_every_model_that_may_be_chosen_has_a_preset() -> None:
-    assert set(MODELS) == {preset.model for preset in presets.load_all().values() if preset.gpu is not None}
+    assert set(MODELS) == {preset.model for preset in presets.load_all().values() if preset.gpu and preset.model}

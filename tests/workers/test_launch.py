@@ -15,6 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -355,6 +356,43 @@ def test_a_replica_of_each_card_is_prepared(tmp_path: Path) -> None:
 def test_keys_and_addresses_are_not_kept_with_the_flags() -> None:
     words = ["--api-key", "one", "two", "--seed", "7", "--hf_token=three", "--kv-events-config", "{}", "-tp", "2"]
     assert fit_to_keep(words) == ["--api-key", "***", "***", "--seed", "7", "--hf_token=***", "-tp", "2"]
+
+
+@pytest.mark.parametrize(
+    ("preset", "words", "cards"),
+    [
+        ("any", "--tensor-parallel-size 2", ["0,1", "2,3"]),
+        ("any", "-tp 2 -pp 2", ["0,1,2,3"]),
+        ("any", "", ["0", "1", "2", "3"]),
+        (H200_PRESET, "--tensor-parallel-size=2", ["0,1", "2,3"]),
+        (H200_PRESET, "--tensor-parallel-size many", ["0", "1", "2", "3"]),  # vLLM says what is wrong with it
+    ],
+)
+def test_a_replica_takes_the_cards_that_its_split_needs(
+    preset: str, words: str, cards: list[str], tmp_path: Path
+) -> None:
+    devices = tuple(replace(H200S[0], index=index, bus_id=f"0000:0{index}:00.0") for index in range(4))
+    machine = Machine(devices, {"XDG_STATE_HOME": str(tmp_path)})
+    asked = Request(preset, vllm_version="0.32.0", model="m", extra=tuple(words.split()), must_run=False)
+    launch = prepare(asked, machine)
+    placed = [launch.place(index, len(cards)) for index in range(len(cards))]
+    assert [",".join(one.gpus) for one in placed] == cards
+    assert launch.preset.gpu is not None
+    assert launch.preset.gpu.name == "h200-141"
+
+
+def test_any_model_needs_a_name_and_takes_cards_that_nobody_listed(tmp_path: Path) -> None:
+    with pytest.raises(LaunchError, match=r"^preset any loads what --model names$"):
+        prepare(Request("any", must_run=False), Machine(H200S))
+    unknown = (replace(H200S[0], title="NVIDIA Rubin"),)
+    machine = Machine(unknown, {"XDG_STATE_HOME": str(tmp_path)})
+    launch = prepare(Request("any", vllm=FAKE_VLLM, vllm_version="0.32.0", model="m"), machine)
+    worker, command = launch.worker("r1", "127.0.0.1", 8101)
+    assert command.notes == ()
+    assert "--model" not in worker.command
+    assert launch.hardware(launch.place()) == "1 x NVIDIA Rubin"
+    with pytest.raises(LaunchError, match="any model: --preset any --model NAME"):
+        prepare(Request(must_run=False), machine)
 
 
 def test_a_dry_run_needs_no_cards_either(capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,12 +13,13 @@ import pytest
 
 from gateway.cli import main
 from workers import presets
+from workers.command_line import EVENTS_FLAG
 from workers.planner.hardware import GPUS
 from workers.planner.layouts import Layout, Machine, possible
 from workers.planner.models import load
 from workers.planner.planning import Plan, plan
 from workers.planner.question import Question
-from workers.planner.report import Report, report
+from workers.planner.report import Report, as_text, report
 from workers.planner.settings import FlagError, flags_of, settings_of
 from workers.presets.versions import NEWEST
 
@@ -109,7 +110,7 @@ def test_a_plan_without_a_profile_still_says_that_the_specification_does_not_fit
     assert found.profiles["recommended"].fits
 
 
-@pytest.mark.parametrize("name", [name for name, one in presets.load_all().items() if one.gpu])
+@pytest.mark.parametrize("name", [name for name, one in presets.load_all().items() if one.gpu and one.model])
 def test_every_profile_of_a_preset_fits_but_the_one_that_is_known_not_to(name: str) -> None:
     preset = presets.load(name)
     assert preset.gpu is not None
@@ -308,12 +309,39 @@ def test_what_to_run_is_what_machines_can_do(warmlane, asked: str, lines: list[s
     assert out.splitlines()[-len(lines) :] == lines
 
 
-def test_a_bare_engine_gets_the_port_of_a_replica(warmlane) -> None:
-    asked = ["--model", OSS, "--gpu", "h200-141", "--context", "40000"]
-    _, out, _ = warmlane(*asked, "--count", 1)
-    assert re.search(r"^Run it: vllm serve openai/gpt-oss-120b .* --port 8101$", out, re.M)
-    _, out, _ = warmlane(*asked, "--count", 2)
-    assert re.search(r"^Run it: 2 times, each on GPUs and a port of its own: vllm serve ", out, re.M)
+def test_what_is_no_preset_is_run_as_any_with_its_flags(warmlane) -> None:
+    asked = ["--model", OSS, "--gpu", "h200-141", "--context", "40000", "--count", 2]
+    _, out, _ = warmlane(*asked)
+    run = rf"^Run it: VLLM_\w+=0 warmlane up --preset any --model {OSS} --replicas 2 -- .*--max-model-len 40000 "
+    assert re.search(run, out, re.M)
+    assert "sha256_cbor" not in out  # the launcher adds it
+    _, out, _ = warmlane(*asked, "--gpus-per-node", 1, "--env", "HF_HOME=/a b")
+    assert "on each of 2 machines, once: " in out
+    assert f" HF_HOME='/a b' warmlane replica --preset any --model {OSS} --host ADDRESS -- " in out
+
+
+@pytest.mark.parametrize("model", [OSS, "openai/gpt-oss-20b", "Qwen/Qwen3-8B"])
+@pytest.mark.parametrize("gpu", GPUS)
+@pytest.mark.parametrize("count", [1, 2, 4])
+def test_what_a_plan_says_to_run_can_be_run_and_is_the_plan(
+    model: str, gpu: str, count: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = ask(gpu, count, model)
+    (line,) = re.findall(r"^Run it: warmlane (up .*)$", as_text(found), re.M) or [""]
+    assert bool(line) == found.fits
+    if not line:
+        return
+    with pytest.raises(SystemExit) as ended:
+        main(shlex.split(line.replace("up ", "up --dry-run --vllm-version 0.32.0 ", 1)))
+    assert not ended.value.code
+    commands = capsys.readouterr().out.splitlines()
+    assert len(commands) == found.chosen.layout.replicas
+    for command in commands:
+        words = shlex.split(command)
+        for name, value in found.engine_flags.items():
+            if name != EVENTS_FLAG:
+                assert f"--{name}" in words, command
+                assert value is True or words[words.index(f"--{name}") + 1] == str(value), command
 
 
 def test_flags_of_vllm_may_follow(warmlane) -> None:

@@ -60,6 +60,7 @@ TRIGGERS: dict[str, tuple[Question, Question]] = {
         ask(flags="--disable-hybrid-kv-cache-manager"),
         ask("Qwen/Qwen3-8B", flags="--disable-hybrid-kv-cache-manager"),
     ),
+    "W16": (ask(gpu="h100-80"), ask(gpu="h100-80", overhead_gib=3.8, weights_gib=64.67, profile="recommended")),
 }
 
 

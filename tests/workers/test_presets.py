@@ -28,6 +28,7 @@ def specification() -> dict[str, str]:
 
 
 SPECIFICATION = specification()
+ANY = "any"
 MINIMAL = """
 title = "t"
 program = "vllm"
@@ -82,7 +83,7 @@ def test_every_preset_loads_and_recommends_something_with_a_reason() -> None:
 
 def test_names_say_model_gpu_and_count() -> None:
     for name, preset in presets.load_all().items():
-        if preset.gpu is not None:
+        if preset.gpu is not None and name != ANY:
             model = preset.model.rsplit("/", 1)[-1]
             assert name == f"{model.lower()}-{preset.gpu.name}-x{preset.gpu.count}"
 
@@ -163,6 +164,12 @@ def test_a_model_directory_tells_where_it_comes_from() -> None:
     assert presets.load("gpt-oss-120b-h100-80-x1").model_name == "openai/gpt-oss-120b"
 
 
+def test_any_is_for_no_model_and_no_card_of_its_own() -> None:
+    preset = presets.load(ANY)
+    assert preset.gpu == presets.Gpu(presets.ANY_GPU, 1)
+    assert (preset.model, preset.profile().flags) == ("", {})
+
+
 def test_names_of_the_issue_are_there_and_may_be_written_in_capitals() -> None:
     wanted = {f"gpt-oss-120b-{gpu}" for gpu in ("a100-80-x1", "rtxpro6000-96-x1", "b200-180-x1", "mi300x-192-x1")}
     wanted |= {f"gpt-oss-20b-{gpu}-x1" for gpu in ("rtx4080-16", "rtx4090-24", "l40s-48", "a100-80")}
@@ -196,6 +203,6 @@ def test_every_profile_of_a_gpu_but_spec_and_the_measured_one_has_its_figures() 
         (name, profile)
         for name, preset in presets.load_all().items()
         for profile in preset.profiles
-        if preset.gpu is not None and profile != "spec"
+        if preset.gpu is not None and profile != "spec" and name != ANY
     }
     assert profiles - {claim[:2] for claim in computed_claims()} == {("gpt-oss-120b-h200-141-x1", "recommended")}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import shlex
 
 import msgspec
 from msgspec import Struct
@@ -10,11 +11,11 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from workers.command_line import DEFAULT_PORT
+from workers.command_line import DEFAULT_PORT, EVENTS_FLAG, GATEWAY_FLAGS
 from workers.planner.layouts import Estimate
 from workers.planner.planning import Plan, words
 from workers.planner.rules import Finding
-from workers.presets import DEFAULT_PROFILE
+from workers.presets import DEFAULT_PROFILE, FlagValue
 
 WIDTH = 110
 SHOWN_LAYOUTS = 6
@@ -201,8 +202,21 @@ def command(plan: Plan, found: Report) -> str:
         if found.replicas * layout.gpus <= machine.per_node:
             return f"warmlane up {one} --replicas {found.replicas}"
         return spread(f"warmlane replica {one} --host ADDRESS", found.replicas, machine.per_node // layout.gpus)
-    command = f"vllm serve {found.model} {found.flags} --port {DEFAULT_PORT}"
-    return command if found.replicas == 1 else f"{found.replicas} times, each on GPUs and a port of its own: {command}"
+    if layout.gpus > machine.per_node:
+        return f"vllm serve {found.model} {found.flags} --port {DEFAULT_PORT}"
+    variables = "".join(f"{name}={shlex.quote(value)} " for name, value in found.environment.items())
+    own = words({name: value for name, value in plan.engine_flags.items() if not is_added(name, value)})
+    given = f"--preset any --model {shlex.quote(found.model)}"
+    behind = f" -- {own}" if own else ""
+    if found.replicas * layout.gpus <= machine.per_node:
+        return f"{variables}warmlane up {given} --replicas {found.replicas}{behind}"
+    one = f"{variables}warmlane replica {given} --host ADDRESS{behind}"
+    return spread(one, found.replicas, machine.per_node // layout.gpus)
+
+
+def is_added(name: str, value: FlagValue) -> bool:
+    """The launcher gives it to every replica."""
+    return name == EVENTS_FLAG or GATEWAY_FLAGS.get(name) == value
 
 
 def spread(command: str, replicas: int, at_most: int) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from workers.planner import kv_cache, layouts
-from workers.planner.hardware import Gpu, gpu_named
+from workers.planner.hardware import Gpu, UnknownGpu, gpu_named
 from workers.planner.kv_cache import Capacity
 from workers.planner.layouts import Machine
 from workers.planner.memory import GIB, Measured
@@ -136,6 +136,6 @@ def plan_start(
         # On the CPU vLLM prepares one step at a time.
         told = flags if preset.gpu is not None else {"async-scheduling": False, **flags}
         settings = settings_of(told, shape, gpu_named(preset.gpu.name) if preset.gpu else CPU, at)
-    except (ModelError, FlagError, VersionError):
+    except (ModelError, FlagError, VersionError, UnknownGpu):
         return None
     return StartPlan(preset, shape, settings, flags, environment, at, memory_gib)

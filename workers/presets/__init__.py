@@ -20,6 +20,8 @@ from workers.presets.versions import Version, VersionError, parse_version
 
 ProfileName = Literal["spec", "recommended", "latency", "throughput"]
 DEFAULT_PROFILE: ProfileName = "recommended"
+ANY_GPU = "any"
+"""Name of the GPU in the preset for whatever there is."""
 
 FlagValue = bool | int | float | str
 """`true` is a bare flag; anything else follows its flag as one word."""
@@ -89,7 +91,8 @@ class Preset(Struct, frozen=True, forbid_unknown_fields=True):
     program: Literal["vllm", "embedded"]
     """`embedded` is the replica without GPU that comes with Warmlane (`workers.sim_replica`)."""
     model: str
-    """What is loaded: a name on the model hub, or a directory when it starts with a dot or a slash."""
+    """What is loaded: a name on the model hub, or a directory when it starts with a dot or a slash. Empty: `--model`
+    names one."""
     profiles: dict[ProfileName, Profile]
     served_model_name: str | None = None
     """Name in the API; the model's own when absent."""
