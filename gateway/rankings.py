@@ -53,7 +53,7 @@ def why(reason: str, ranking: Ranking) -> str:
     """The reason as a sentence. `ranking` has at least the first and whoever holds most of the prompt."""
     first = ranking[0][0]
     name = short_name(first.replica)
-    share = percent(first.cached_tokens / max(1.0, first.prompt_tokens))
+    share = percent(round(first.cached_tokens) / max(1, round(first.prompt_tokens)))  # as their figures say
     held = f"{tokens(first.cached_tokens)} of {tokens(first.prompt_tokens)} prompt tokens ({share})"
     if reason == Reason.PINNED.value:
         return f"{name} keeps the stored response that this is about: no other can serve it."

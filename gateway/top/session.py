@@ -72,11 +72,14 @@ class Session:
                     keys = terminal.keys(sys.stdin.fileno(), self._pressed(view), lambda: self._leave(view))
                     until_left.enter_context(keys)
                 reading = asyncio.create_task(self._read(coming, picture))
+                reading.add_done_callback(lambda _: self._leave(view))  # it ends by a mistake only
                 try:
                     await self._draw(screen_of(self._console, picture, view, self._url), view)
                 finally:
                     reading.cancel()
                     await asyncio.gather(reading, *self._drains, return_exceptions=True)
+                if not reading.cancelled():
+                    reading.result()
 
     async def _read(self, coming: AsyncIterator[Frame | Lost], picture: Picture) -> None:
         async for told in coming:

@@ -45,6 +45,8 @@ async def frames(url: str, key: str | None) -> AsyncGenerator[Frame | Lost]:
                 async for frame in connection(client, url):
                     wait, had_one = FIRST_WAIT_SECONDS, True
                     yield frame
+                if not had_one:
+                    raise Unanswered(f"{url}: the gateway closed it at once: it is about to stop")
                 why = "the gateway closed it"
             except Unanswered as error:
                 if not had_one:

@@ -49,6 +49,7 @@ class Answers:
         (HEAD + b"data: " + b"[" * 100_000 + b"\n\n", "of this version"),
         (HEAD + b"x" * (stream.MAX_FRAME_BYTES + 70_000), "no end"),
         (HEAD[:20], "disconnected"),
+        (HEAD, "closed it at once"),
         (b"SSH-2.0-OpenSSH_9.2\r\n" * 9, "illegal|disconnected"),
         (b"", "disconnected"),
     ],
