@@ -20,6 +20,7 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import count
 from urllib.parse import urlsplit
 
 from gateway.core.model import Fact, ModelCard, ModelsListed, ReplicaId, ReplicaRemoved
@@ -69,6 +70,8 @@ class Candidate:
 @dataclass(slots=True)
 class Registration:
     url: ReplicaId
+    arrival: int
+    """The first has the lowest."""
     prefill_rate: float | None = None
     is_announced: bool = False
     """By the replica itself, through Redis (`announcements.py`)."""
@@ -112,6 +115,7 @@ class Registry:
         self._asking = asyncio.Semaphore(MAX_ASKED)
         self._registrations: dict[ReplicaId, Registration] = {}
         self._announced: dict[ReplicaId, Registration] = {}
+        self._arrivals = count()
         self._admitted: dict[ReplicaId, float | None] = {}
         self._listed: dict[ReplicaId, frozenset[str]] = {}
         """Models of every replica of the gateway, as the probes report them."""
@@ -152,7 +156,7 @@ class Registry:
         expires_at = None if lease_seconds is None else self._clock() + lease_seconds
         registration = self._registrations.get(url)
         if registration is None:
-            registration = self._registrations[url] = Registration(url)
+            registration = self._registrations[url] = Registration(url, next(self._arrivals))
             log.info("%s is registered", url)
         registration.prefill_rate, registration.expires_at = prefill_rate, expires_at
         await self._examine(registration)
@@ -175,7 +179,7 @@ class Registry:
         for url, one in announced.items():
             registration = self._announced.get(url)
             if registration is None and len(self._announced) < MAX_REGISTRATIONS:
-                registration = self._announced[url] = Registration(url, is_announced=True)
+                registration = self._announced[url] = Registration(url, next(self._arrivals), is_announced=True)
                 new.append(registration)
                 log.info("%s announces itself", url)
             if registration is not None:
@@ -285,8 +289,7 @@ class Registry:
         taken = {name for replica, names in self._listed.items() if self._is_configured(replica) for name in names}
         taken.update(*self._own_models.values())
         admitted: dict[ReplicaId, float | None] = dict(self._own)
-        # Whoever announces himself has the fleet's secret: those take no names from each other.
-        for group in (*((one,) for one in self._registrations.values()), tuple(self._announced.values())):
+        for group in self._groups():
             served: set[str] = set()
             for registration in group:
                 self._let_in(registration, admitted, taken, served)
@@ -294,6 +297,14 @@ class Registry:
         if admitted != self._admitted:
             self._admitted = admitted
             self._changed(dict(admitted))
+
+    def _groups(self) -> list[tuple[Registration, ...]]:
+        """Registrations that take no names from each other, in the order of their arrival. Whoever announces himself
+        has the fleet's secret: those are one."""
+        groups: list[tuple[Registration, ...]] = [(one,) for one in self._registrations.values()]
+        if self._announced:
+            groups.append(tuple(self._announced.values()))
+        return sorted(groups, key=lambda group: min(one.arrival for one in group))
 
     def _let_in(
         self,

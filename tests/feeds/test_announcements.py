@@ -266,6 +266,20 @@ async def test_what_others_serve_is_not_taken_over(world, server, gateway):
         assert "does not list its models: nobody is there" in problems
 
 
+@pytest.mark.parametrize("first", ["announced", "registered"])
+async def test_between_announced_and_registered_the_first_keeps_its_models(world, server, gateway, first):
+    """O-23: nobody pushes out who is in."""
+    world.models = {A: {"m"}, B: {"m"}}
+    if first == "registered":
+        await gateway.registry.register(B)
+    async with announcing(world, server.url, A):
+        await wait_until(lambda: gateway.registry.addresses(A) and (A in gateway.replicas) == (first == "announced"))
+        if first == "announced":
+            await gateway.registry.register(B)
+        await wait_until(lambda: any("lists models that others serve: 'm'" in one for one in gateway.problems()))
+        assert set(gateway.replicas) == {CONFIGURED, A if first == "announced" else B}
+
+
 async def test_another_server_at_its_address_stays_out(world, server, gateway):
     """An address that was given to somebody else: it lists none of the models that were announced."""
     replica, redis = Replica(), Redis.from_url(server.url)
