@@ -70,6 +70,15 @@ class ServiceRecords:
 
     async def look(self) -> Found:
         try:
+            return await self._look()
+        finally:
+            # The resolver waits with `asyncio.wait_for`. Before Python 3.12 that loses a cancellation which comes together
+            # with the answer, and who looks again and again would never end.
+            if (task := asyncio.current_task()) is not None and task.cancelling():
+                raise asyncio.CancelledError
+
+    async def _look(self) -> Found:
+        try:
             resolver = self._resolver()
             answer = await resolver.resolve(self.place, RdataType.SRV, search=True)
         except (dns.exception.DNSException, OSError) as error:
