@@ -22,8 +22,9 @@ class RedisLink:
         self.place = place_of(url)
         self._redis = Redis.from_url(
             url,
-            socket_timeout=TIMEOUT_SECONDS,
-            socket_connect_timeout=TIMEOUT_SECONDS,
+            # No limits of its own: it keeps them with `asyncio.wait_for`, which loses cancellations before Python 3.12.
+            socket_timeout=None,
+            socket_connect_timeout=None,
             retry=Retry(NoBackoff(), 0),
             protocol=2,
         )

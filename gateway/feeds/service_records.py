@@ -72,8 +72,8 @@ class ServiceRecords:
         try:
             return await self._look()
         finally:
-            # The resolver waits with `asyncio.wait_for`. Before Python 3.12 that loses a cancellation which comes together
-            # with the answer, and who looks again and again would never end.
+            # The resolver waits with `asyncio.wait_for`. Before Python 3.12 that loses a cancellation that comes
+            # together with the answer, and who looks again and again would never end.
             if (task := asyncio.current_task()) is not None and task.cancelling():
                 raise asyncio.CancelledError
 

@@ -197,6 +197,20 @@ async def test_frozen(server: RedisServer) -> None:
         assert not one.router.cut_off
 
 
+async def test_it_ends_when_it_is_cancelled_at_any_moment(server: RedisServer) -> None:
+    """Before Python 3.12 `asyncio.wait_for`, in a client that is given time limits, loses a cancellation now and then:
+    a gateway that was told to stop did not."""
+    for turns in range(250):
+        one = Member(server.url)
+        one.send(turns)
+        job = asyncio.create_task(one.peers.run())
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        job.cancel()
+        await asyncio.wait({job}, timeout=5.0)
+        assert job.cancelled(), f"cancelled after {turns} turns of the loop"
+
+
 async def test_wrong_password(tmp_path: Path) -> None:
     """O-24."""
     with redis_server(tmp_path, "--requirepass", "right") as server:

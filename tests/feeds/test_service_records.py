@@ -81,6 +81,22 @@ async def test_a_failure_keeps_the_last_replicas(server, source, facts, running,
     assert ReplicaRemoved(A) in facts
 
 
+async def test_a_look_ends_when_it_is_cancelled_at_any_moment(server, source):
+    server.serve("0 8001 10.0.0.1")
+
+    async def look_for_ever() -> None:
+        while True:
+            await source.look()
+
+    for turns in range(150):
+        job = asyncio.create_task(look_for_ever())
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        job.cancel()
+        await asyncio.wait({job}, timeout=5.0)
+        assert job.cancelled(), f"cancelled after {turns} turns of the loop"
+
+
 async def test_a_host_that_does_not_resolve_keeps_its_last_address(server, source):
     server.serve("0 8001 10.0.0.1", "0 8002 10.0.0.2")
     await source.look()
