@@ -278,12 +278,14 @@ class Member:
     async def metrics(self) -> bytes:
         """The page of all workers together. Where the parent does not answer, with what the others had last."""
         assert self._parts is not None
+        parts = self._parts
+        families = parts.telemetry.families()
+        self._channel.send(Counted(page_of(families)))  # so that what is shown here stays counted, whatever comes
         answer = await self._ask(None)
         if answer is not None and answer.page is not None:
             self._others = answer.page
-        parts = self._parts
         replicas = {one.replica for one in parts.router.statistics(parts.clock()).replicas}
-        return with_others(parts.telemetry.families(), self._others, replicas)
+        return with_others(families, self._others, replicas)
 
     async def _ask(self, change: Change | None) -> Answer | None:
         number = next(self._numbers)

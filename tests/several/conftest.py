@@ -80,11 +80,17 @@ class Several:
     def workers(self) -> list[int]:
         return children(self.process.pid)
 
-    def serves_whole(self) -> bool:
-        """All workers do."""
+    def serves_whole(self, starts: float = 0.0) -> bool:
+        """All workers do, after so many starts at least: of one just killed the parent may not know yet."""
         with contextlib.suppress(httpx.HTTPError), self.new_client() as client:
-            return f"warmlane_processes {self.count}.0" in client.get("/metrics").text
+            page = Metrics.read(client.get("/metrics").text)
+            is_whole = page.total("warmlane_processes") == self.count
+            return is_whole and page.total("warmlane_process_starts_total") >= starts
         return False
+
+    def starts(self) -> float:
+        with self.new_client() as client:
+            return Metrics.read(client.get("/metrics").text).total("warmlane_process_starts_total")
 
     def metrics(self) -> Metrics:
         return Metrics.read(self.client.get("/metrics").text)
