@@ -20,8 +20,10 @@ MAX_JOURNAL_BLOCKS = 262_144
 """Prefix blocks in what is not fetched yet: some 30 M tokens, what a busy gateway sends in ten seconds. The blocks lie
 in the index as well, so they take no memory of their own."""
 MAX_JOURNAL_STORED = 10_000
-ROUND_SECONDS = 0.05
-"""Between two rounds of telling and hearing: what one gateway does, the others know within 100 ms."""
+ROUND_SECONDS = 0.025
+"""Between two rounds of telling and hearing: what one gateway does, the others know within 50 ms. Simulated with four
+gateways, 0.05 waited 1.13 times as long as one gateway in the 90th percentile, 0.025 1.08: until they hear of it they
+send to the same idle replica."""
 BUNDLE_BLOCKS = 8_192
 """Prefix blocks that are told together, 64 KiB, and those of one prompt more."""
 ROUND_BUNDLES = 8

@@ -1,6 +1,6 @@
 """Gateways in front of the same replicas share what they know, through one stream of a Redis or Valkey.
 
-Each gateway adds what it has done to the stream, and reads what the others did: 20 times a second, in one round trip.
+Each gateway adds what it has done to the stream, and reads what the others did: 40 times a second, in one round trip.
 The facts go into its own router, which stays the one place where anything is decided. Nothing on the way of a request
 waits for Redis, or asks it anything.
 
