@@ -29,7 +29,7 @@ from gateway.keys import (
     presented,
     read_keys,
 )
-from gateway.limits import Caller
+from gateway.limits import Caller, Fleet
 from gateway.regular_file import read_regular
 from gateway.secret import read_secret
 
@@ -52,9 +52,12 @@ class Access:
         *,
         file: Path | None = None,
         isolation: Isolation | None = None,
+        fleet: Fleet | None = None,
     ) -> None:
-        """`keys`: those of the environment; they stay. Raises `ConfigError`."""
+        """`keys`: those of the environment; they stay. `fleet`: who else counts for their limits. Raises
+        `ConfigError`."""
         self.isolation = isolation
+        self._fleet = fleet
         self._fixed = keys
         self._clock = clock
         self._file = file
@@ -117,12 +120,14 @@ class Access:
         now = self._clock()
         callers: dict[bytes, Caller] = {}
         for digest, key in keys.items():
-            caller = callers[digest] = known.get(key.name) or Caller(key, now)
+            caller = callers[digest] = known.get(key.name) or Caller(key, now, self._fleet)
             caller.renew(key, now)
         self._callers = callers
 
 
-def configured_access(auth: Auth, environ: Mapping[str, str], clock: Callable[[], float]) -> Access | None:
+def configured_access(
+    auth: Auth, environ: Mapping[str, str], clock: Callable[[], float], fleet: Fleet | None = None
+) -> Access | None:
     """`None` when no keys are configured. Raises `ConfigError`."""
     listed = environ.get(KEYS_VARIABLE, "").strip()
     if not listed and auth.keys_file is None:
@@ -137,7 +142,7 @@ def configured_access(auth: Auth, environ: Mapping[str, str], clock: Callable[[]
         secret = environ.get(auth.isolation_secret_env, "")
         isolation = Isolation(secret.encode("utf-8", "surrogateescape") or secrets.token_bytes(32))
     file = Path(auth.keys_file) if auth.keys_file is not None else None
-    access = Access(keys_in_variable(listed) if listed else [], clock, file=file, isolation=isolation)
+    access = Access(keys_in_variable(listed) if listed else [], clock, file=file, isolation=isolation, fleet=fleet)
     if not len(access):
         if auth.required:
             raise ConfigError(f"auth.required is true, but {file} holds no keys")

@@ -63,6 +63,7 @@ from gateway.feeds.replicas import Replicas
 from gateway.feeds.scrape import Scrape
 from gateway.feeds.sealing import SENDER_BYTES, RefusedFor
 from gateway.feeds.token_counts import TokenCounts
+from gateway.fleet_limits import FleetLimits
 from gateway.isolation import CannotSalt
 from gateway.keys import Denied
 from gateway.listeners import BACKLOG, Bound, Doorway, base_url, listen_all
@@ -129,6 +130,7 @@ class Gateway:
             shadows = [(policy_named(name), self.telemetry.shadow(name)) for name in config.routing.shadow]
             self.router.before_start = Shadows(self.router, shadows).compare
         key = replica_key(config.upstream, os.environ)
+        self.limits = FleetLimits(gateways=config.redis.url is not None, processes=config.server.workers > 1)
         self.client = ReplicaClient(self.replica_tls, config.upstream.tls_server_name, key)
         self.door = FrontDoor(
             self.router,
@@ -139,7 +141,9 @@ class Gateway:
             loop,
             block_bytes=settings.block_bytes,
             tls=self.replica_tls,
-            access=configured_access(config.auth, os.environ, self.clock),
+            access=configured_access(
+                config.auth, os.environ, self.clock, self.limits if self.limits.has_others else None
+            ),
             replica_key=key,
         )
         self.tracing = open_tracing(config.tracing, self.telemetry.model_label, self.clock, time.time)
@@ -295,6 +299,7 @@ class Gateway:
                 secret=secret.encode("utf-8", "surrogateescape"),
                 max_bytes=redis.memory_mib * 2**20,
                 clock=self.clock,
+                limits=self.limits,
             )
         except ValueError as error:
             raise ConfigError("redis.url: is not understood by the Redis client") from error
@@ -578,6 +583,7 @@ def join(member: Member, gateway: Gateway, connections: Callable[[], int]) -> No
             clock=gateway.clock,
             name=secrets.token_bytes(SENDER_BYTES) if peers is None else peers.name,
             siblings=set() if peers is None else peers.siblings,
+            limits=gateway.limits,
         )
     )
 

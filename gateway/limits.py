@@ -8,6 +8,8 @@ bucket may fall into debt that way, and opens again when it has made up for it.
 
 from __future__ import annotations
 
+from typing import Protocol
+
 from gateway.keys import Denied, Key
 
 BYTES_A_TOKEN = 4
@@ -67,16 +69,35 @@ class Bucket:
         self._at = now
 
 
+class Fleet(Protocol):
+    """Other gateways, or other processes of this one, for which the limits are the same (`gateway.fleet_limits`)."""
+
+    def bucket(self, key: str, is_tokens: bool, per_minute: int) -> Bucket: ...
+
+    def note(self, key: Key) -> None:
+        """It is there, or has changed."""
+
+    def moved(self, caller: Caller) -> None:
+        """How many requests it has running."""
+
+    def running_elsewhere(self, key: str, now: float) -> int: ...
+
+    def places(self, most: int) -> int:
+        """Of so many at a time, how many are for us."""
+
+
 class Caller:
     """One key with what it has running. It outlives a change of the keys file."""
 
-    __slots__ = ("_requests", "_tokens", "key", "running")
+    __slots__ = ("_fleet", "_requests", "_tokens", "key", "running")
 
-    def __init__(self, key: Key, now: float) -> None:
+    def __init__(self, key: Key, now: float, fleet: Fleet | None = None) -> None:
         self.key = key
         self.running = 0
-        self._requests = bucket(None, key.requests_per_minute, now)
-        self._tokens = bucket(None, key.tokens_per_minute, now)
+        self._fleet = fleet
+        self._requests: Bucket | None = None
+        self._tokens: Bucket | None = None
+        self.renew(key, now)
 
     def __repr__(self) -> str:
         return f"<Caller {self.key.name} of {self.key.tenant} running={self.running}>"
@@ -84,14 +105,22 @@ class Caller:
     def renew(self, key: Key, now: float) -> None:
         """The keys file says something else of it now. A limit that stayed goes on where it was."""
         self.key = key
-        self._requests = bucket(self._requests, key.requests_per_minute, now)
-        self._tokens = bucket(self._tokens, key.tokens_per_minute, now)
+        self._requests = self._bucket(self._requests, False, key.requests_per_minute, now)
+        self._tokens = self._bucket(self._tokens, True, key.tokens_per_minute, now)
+        if self._fleet is not None:
+            self._fleet.note(key)
+
+    def move(self, places: int) -> None:
+        """So many more run; negative: fewer."""
+        self.running += places
+        if self._fleet is not None and places:
+            self._fleet.moved(self)
 
     def enter(self, now: float, *, works: bool = True) -> Stay:
         """One more request. One that only looks at work done before (not `works`) counts as a request and no more: it
         must get through to what runs and was charged. Raises `OverLimit`, and then has taken nothing."""
         most, requests, tokens = self.key.concurrent_requests, self._requests, self._tokens if works else None
-        if most is not None and self.running >= most and works:
+        if most is not None and works and not self._has_place(most, now):
             raise OverLimit("concurrent_requests", most, BUSY_RETRY_SECONDS)
         if requests is not None and (wait := requests.wait_seconds(1, now)) > 0:
             raise OverLimit("requests_per_minute", requests.per_minute, wait)
@@ -100,8 +129,20 @@ class Caller:
         if requests is not None:
             requests.take(1, now)
         places = 1 if works else 0
-        self.running += places
+        self.move(places)
         return Stay(self, places, requests, tokens)
+
+    def _has_place(self, most: int, now: float) -> bool:
+        if self._fleet is None:
+            return self.running < most
+        return self.running + self._fleet.running_elsewhere(self.key.name, now) < self._fleet.places(most)
+
+    def _bucket(self, before: Bucket | None, is_tokens: bool, per_minute: int | None, now: float) -> Bucket | None:
+        if per_minute is None or (before is not None and before.per_minute == per_minute):
+            return before if per_minute is not None else None
+        if self._fleet is None:
+            return Bucket(per_minute, now)
+        return self._fleet.bucket(self.key.name, is_tokens, per_minute)
 
 
 class Stay:
@@ -140,17 +181,11 @@ class Stay:
         caller, self._caller = self._caller, None
         if caller is None:
             return
-        caller.running -= self._places
+        caller.move(-self._places)
         if self._tokens is not None:
             self._tokens.take(used_tokens - self.reserved, now)
         if refused and self._requests is not None:
             self._requests.take(-1, now)
-
-
-def bucket(before: Bucket | None, per_minute: int | None, now: float) -> Bucket | None:
-    if per_minute is None or (before is not None and before.per_minute == per_minute):
-        return before if per_minute is not None else None
-    return Bucket(per_minute, now)
 
 
 def used_tokens(reserved: int, *, served: bool, prompt: int | None, completion: int | None, guessed: int) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 from array import array
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Annotated
 
 import msgspec
@@ -15,6 +16,7 @@ from msgspec import Meta
 
 from gateway.core.model import BlockHash, PeerFact, PeerReported, PeerSent, PeerStored, ReplicaId
 from gateway.feeds.sealing import Opener, Refused, RefusedFor, Seal, Sealer, sender_of
+from gateway.fleet_limits import MAX_TOLD, KeyUse
 
 PURPOSE = "view"
 MAX_ENTRY_BYTES = 1024 * 1024
@@ -28,6 +30,9 @@ Url = Annotated[str, Meta(max_length=512)]
 Id = Annotated[str, Meta(min_length=1, max_length=512)]
 Tenant = Annotated[str, Meta(max_length=512)]
 Blocks = Annotated[bytes, Meta(max_length=8 * 8_192)]
+KeyName = Annotated[str, Meta(min_length=1, max_length=64)]
+Spent = Annotated[int, Meta(ge=-(10**9), le=10**9)]
+"""Requests or tokens of one key in one round, or in an outage as far as they still count."""
 
 
 class Facts(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
@@ -35,6 +40,7 @@ class Facts(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
     sent: list[tuple[Place, Blocks]]
     reports: list[tuple[Place, Count, Tokens, Tokens, bool]]
     stored: list[tuple[Place, Id, Tenant]]
+    keys: Annotated[list[tuple[KeyName, Spent, Spent, Count | None]], Meta(max_length=2 * MAX_TOLD)] = []
 
 
 class Sender:
@@ -49,8 +55,17 @@ class Sender:
         """Of this start of this gateway; no other has it."""
         return self._sealer.name
 
-    def entry(self, facts: Sequence[PeerFact]) -> bytes:
-        return self._sealer.seal(self._encode(wire_of(facts)))
+    def entry(self, facts: Sequence[PeerFact], uses: Sequence[KeyUse] = ()) -> bytes:
+        return self._sealer.seal(self._encode(wire_of(facts, uses)))
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """What an entry says."""
+
+    peer: str
+    facts: list[PeerFact]
+    uses: list[KeyUse]
 
 
 class Receiver:
@@ -61,22 +76,23 @@ class Receiver:
         self._own_name = own_name
         self._decode = msgspec.msgpack.Decoder(Facts).decode
 
-    def facts(self, entry: bytes) -> list[PeerFact]:
-        """Of an entry; none of our own. Raises `Refused`."""
+    def read(self, entry: bytes) -> Told | None:
+        """`None` for our own. Raises `Refused`."""
         sender = sender_of(entry)
         if sender is None:
             raise Refused(RefusedFor.MALFORMED)
         if sender == self._own_name:
-            return []
+            return None
         try:
-            return facts_of(self._decode(self._opener.open(entry)), sender.hex())
+            wire = self._decode(self._opener.open(entry))
+            return Told(sender.hex(), facts_of(wire, sender.hex()), uses_of(wire))
         except (msgspec.DecodeError, IndexError, ValueError, UnicodeDecodeError) as error:
             raise Refused(RefusedFor.MALFORMED) from error
 
 
-def wire_of(facts: Sequence[PeerFact]) -> Facts:
+def wire_of(facts: Sequence[PeerFact], uses: Sequence[KeyUse] = ()) -> Facts:
     places: dict[ReplicaId, int] = {}
-    wire = Facts([], [], [], [])
+    wire = Facts([], [], [], [], [(one.key, one.requests, one.tokens, one.running) for one in uses])
     for fact in facts:
         place = places.setdefault(fact.replica, len(places))
         match fact:
@@ -101,6 +117,10 @@ def facts_of(wire: Facts, peer: str) -> list[PeerFact]:
         for place, in_flight, pending_tokens, running_tokens, ejected in wire.reports
     ]
     return facts
+
+
+def uses_of(wire: Facts) -> list[KeyUse]:
+    return [KeyUse(*one) for one in wire.keys]
 
 
 def bytes_of(blocks: Sequence[BlockHash]) -> bytes:

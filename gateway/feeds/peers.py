@@ -31,8 +31,9 @@ from redis.backoff import NoBackoff
 from gateway.core.model import HealthState, PeerFact, PeerReported
 from gateway.core.router import Router
 from gateway.core.sharing import REPORT_SECONDS, ROUND_SECONDS, Journal, Outbox, credible
-from gateway.feeds.peer_entries import Receiver, Sender
+from gateway.feeds.peer_entries import Receiver, Sender, Told
 from gateway.feeds.sealing import Refused, RefusedFor, sender_of
+from gateway.fleet_limits import FleetLimits
 from gateway.series import PeerSeries
 
 log = logging.getLogger(__name__)
@@ -100,9 +101,12 @@ class Peers:
         secret: bytes,
         max_bytes: int,
         clock: Callable[[], float],
+        limits: FleetLimits | None = None,
     ) -> None:
-        """`on_heard` is called after facts were observed. Gives the router its journal."""
+        """`on_heard` is called after facts were observed. Gives the router its journal. `limits`: of keys, where there
+        are any."""
         self._router = router
+        self._limits = limits
         router.journal = Journal(beside=router.journal)
         self._on_heard = on_heard
         self._series = series
@@ -120,6 +124,7 @@ class Peers:
         self._place = place_of(url)
         self._failures = 0
         """In a row."""
+        self._worked_at = float("-inf")
         self._redis = Redis.from_url(
             url,
             # No limits of its own: it keeps them with `asyncio.wait_for`, which loses cancellations before Python 3.12.
@@ -147,6 +152,7 @@ class Peers:
                     self._series.failures += 1
                     if not self._failures:
                         log.warning("Redis at %s: %s; deciding alone until it is back", self._place, in_short(error))
+                    self._deem_alone()
                     await self._disconnect()
                     await asyncio.sleep(BACK_OFF_SECONDS[min(self._failures, len(BACK_OFF_SECONDS) - 1)])
                     self._failures += 1
@@ -156,6 +162,12 @@ class Peers:
     def _note_connected(self, connected: bool) -> None:
         self._series.connected = connected
         self._router.cut_off = not connected
+
+    def _deem_alone(self) -> None:
+        """With those in mind who were there until now."""
+        if self._limits is not None:
+            others = [at for at in self._series.heard.values() if at >= self._worked_at - REPORT_SECONDS]
+            self._limits.be_alone(len(others), self._clock())
 
     async def _disconnect(self) -> None:
         with contextlib.suppress(Exception):  # it is gone either way
@@ -173,17 +185,29 @@ class Peers:
     async def _exchange(self) -> None:
         """Rounds without end. Raises what the client raises."""
         while True:
-            bundles = self._outbox.bundles(self._clock())
+            now = self._clock()
+            bundles = self._outbox.bundles(now)
             try:
                 async with asyncio.timeout(TIMEOUT_SECONDS):
-                    found = await self._round([self._sender.entry(facts) for facts in bundles])
+                    found = await self._round(self._entries(bundles, now))
             except Exception:
                 self._outbox.put_back(bundles)
                 raise
             self._note_success()
             await self._hear(found)
             if len(found) < READ_ENTRIES:
+                if self._limits is not None:
+                    self._limits.join(self._clock())
                 await asyncio.sleep(ROUND_SECONDS)
+
+    def _entries(self, bundles: list[list[PeerFact]], now: float) -> list[bytes]:
+        """What keys spent goes with the first. It is told only when all is heard that was spent before, so that it
+        comes off in the same order everywhere."""
+        limits = self._limits
+        uses = [] if limits is None or limits.is_alone else limits.outside.uses(now)
+        if uses and not bundles:
+            bundles = [[]]
+        return [self._sender.entry(facts, () if number else uses) for number, facts in enumerate(bundles)]
 
     def _note_success(self) -> None:
         """Of a whole round: a Redis that is full can be read all the time, and takes nothing."""
@@ -191,6 +215,9 @@ class Peers:
             log.info("Redis at %s is back: the view is shared again", self._place)
         self._failures = 0
         self._note_connected(True)
+        self._worked_at = self._clock()
+        if self._limits is not None and not self._limits.is_alone:
+            self._limits.told_outside(self._worked_at)
 
     async def _round(self, entries: list[bytes]) -> list[tuple[bytes, dict[bytes, bytes]]]:
         pipeline = self._redis.pipeline(transaction=False)
@@ -203,6 +230,8 @@ class Peers:
         pipeline.xread({self._key: self._position}, count=READ_ENTRIES)
         answers = await pipeline.execute()
         self._series.sent += len(entries)
+        if entries:  # so its clock says now
+            self._newest_ms = max(self._newest_ms, milliseconds(answers[0]))
         return answers[-1][0][1] if answers[-1] else []
 
     async def _hear(self, found: list[tuple[bytes, dict[bytes, bytes]]]) -> None:
@@ -217,23 +246,25 @@ class Peers:
             if sender_of(entry) in self.siblings:
                 continue
             try:
-                facts = self._receiver.facts(entry)
+                told = self._receiver.read(entry)
             except Refused as refused:
                 self._refuse(refused.reason)
                 continue
-            if facts:
-                heard = True
+            if told is not None:
+                heard = heard or bool(told.facts)
                 self._series.received += 1
-                self._observe(facts, (self._newest_ms - milliseconds(id)) / 1e3)
+                self._observe(told, (self._newest_ms - milliseconds(id)) / 1e3)
             if len(entry) > LONG_ENTRY_BYTES:
                 await asyncio.sleep(0)  # requests first
         if heard:
             self._on_heard()
 
-    def _observe(self, facts: list[PeerFact], age_seconds: float) -> None:
+    def _observe(self, told: Told, age_seconds: float) -> None:
         now = self._clock()
         age_seconds = min(max(0.0, age_seconds), KEEP_SECONDS)
-        for fact in credible(facts, age_seconds):
+        if self._limits is not None:
+            self._limits.hear(told.peer, told.uses, now - age_seconds, now)
+        for fact in credible(told.facts, age_seconds):
             if isinstance(fact, PeerReported):
                 self._series.heard[fact.peer] = now
             self._router.observe(fact, now - age_seconds)

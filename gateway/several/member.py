@@ -13,7 +13,7 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -25,9 +25,10 @@ from gateway.core.model import PeerFact, PeerReported, ReplicaId
 from gateway.core.router import Router
 from gateway.core.sharing import ROUND_SECONDS, Journal, Outbox, credible
 from gateway.feeds.discovery import Discovery
-from gateway.feeds.peer_entries import Facts, facts_of, wire_of
+from gateway.feeds.peer_entries import Facts, facts_of, uses_of, wire_of
 from gateway.feeds.peers import until_known
 from gateway.feeds.registry import Refused, Registry
+from gateway.fleet_limits import FleetLimits, KeyUse
 from gateway.several.doorman import ADMIN, CLIENT
 from gateway.several.handed import Handed, HandedDoorway
 from gateway.several.messages import (
@@ -92,6 +93,7 @@ class Parts:
     """What the others know it by."""
     siblings: set[bytes]
     """Where the names of the others are noted."""
+    limits: FleetLimits
 
 
 class Member:
@@ -187,16 +189,21 @@ class Member:
 
     async def _tell_others(self) -> None:
         assert self._outbox is not None
+        assert self._parts is not None
+        limits = self._parts.limits
         while True:
             if not self._channel.is_full:
+                now = self._parts.clock()
+                self._send([], limits.inside.uses(now), keep=True)
+                limits.told_inside(now)
                 for facts in self._outbox.bundles(time.monotonic()):
                     self._send([one for one in facts if isinstance(one, PeerReported)], keep=False)
                     self._send([one for one in facts if not isinstance(one, PeerReported)], keep=True)
             await asyncio.sleep(ROUND_SECONDS)
 
-    def _send(self, facts: list[PeerFact], *, keep: bool) -> None:
-        if facts and self._parts is not None:
-            self._channel.send(Told(self._parts.name, self._encode(wire_of(facts)), keep))
+    def _send(self, facts: list[PeerFact], uses: Sequence[KeyUse] = (), *, keep: bool) -> None:
+        if (facts or uses) and self._parts is not None:
+            self._channel.send(Told(self._parts.name, self._encode(wire_of(facts, uses)), keep))
 
     def _leave(self) -> None:
         self._channel.send(Leaving())
@@ -230,9 +237,11 @@ class Member:
             return
         parts.siblings.add(heard.name)
         age = max(0.0, time.monotonic() - heard.at)
-        now = parts.clock() - age
-        for fact in credible(facts_of(self._decode(heard.facts), heard.name.hex()), age):
-            parts.router.observe(fact, now)
+        now = parts.clock()
+        peer, wire = heard.name.hex(), self._decode(heard.facts)
+        parts.limits.hear_nearby(peer, uses_of(wire), now - age, now)
+        for fact in credible(facts_of(wire, peer), age):
+            parts.router.observe(fact, now - age)
         parts.on_heard()
 
     def _parent_is_gone(self) -> None:
