@@ -91,8 +91,9 @@ class FleetBucket(Bucket):
         self.told(amount, at)
 
     def hear_nearby(self, amount: float, at: float, now: float) -> None:
-        """Another process of this gateway has, and tells the other gateways itself as soon as it can."""
-        if self._fleet.is_alone:
+        """Another process of this gateway has, and tells the other gateways itself as soon as it can. Who has just
+        started hears so what was told long ago."""
+        if self._fleet.has_lost:
             self._pay_off(now)
             self._nearby += amount
             self._fleet.nearby.add(self)
@@ -182,6 +183,8 @@ class FleetLimits:
         self.inside = Way() if gateways and processes else self.outside
         self.ways = (self.outside,) if self.inside is self.outside else (self.outside, self.inside)
         self.is_alone = gateways
+        self.has_lost = False
+        """The others, who were there before."""
         self.alone_since = float("-inf")
         self.share = 1.0
         self.nearby: set[FleetBucket] = set()
@@ -249,7 +252,7 @@ class FleetLimits:
     def be_alone(self, others: int, now: float) -> None:
         """The way to the other gateways is not there (still): so many there were. No word is heard until `join`."""
         if not self.is_alone:
-            self.is_alone = True
+            self.is_alone = self.has_lost = True
             self.alone_since = now
             self._siblings = {peer: at for peer, at in self._siblings.items() if now - at <= REPORT_SECONDS}
             here = 1 + len(self._siblings)
@@ -263,7 +266,7 @@ class FleetLimits:
             for one in self.nearby.union(self.outside.untold):
                 one.join(now)
             self.nearby.clear()
-            self.is_alone = False
+            self.is_alone = self.has_lost = False
             self.share = 1.0
 
     def _of(self, use: KeyUse) -> Iterator[tuple[FleetBucket, int]]:

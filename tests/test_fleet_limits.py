@@ -323,6 +323,18 @@ def test_processes_without_the_other_gateways_share_one_share() -> None:
     assert told == pytest.approx(A_MINUTE / 2, abs=5), "less what the common bucket could not hold"
 
 
+def test_a_process_that_starts_hears_what_the_others_told_long_ago() -> None:
+    """Ten minutes at the limit's rate, and a burst just now."""
+    late = Gateway("late", 600.0, processes=True, requests_per_minute=60)
+    for second in range(600):
+        late.limits.hear_nearby("a", [KeyUse("alice", 1, 0)], float(second), 600.0)
+    late.limits.join(600.0)
+    assert late.asks(600.0)
+    late.limits.hear_nearby("a", [KeyUse("alice", 59, 0)], 600.0, 600.0)
+    assert not late.asks(600.0)
+    assert late.asks(602.0)
+
+
 # -- entries
 
 

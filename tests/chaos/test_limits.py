@@ -1,4 +1,4 @@
-"""Limits of a key over three gateways, with a real Redis between them that is killed and comes back (24 and 13; O-24)."""
+"""Limits of a key over three gateways, and a real Redis between them that is killed and comes back (24, 13; O-24)."""
 
 from __future__ import annotations
 

@@ -61,10 +61,14 @@ def client_ports(pid: int, port: int) -> set[int]:
 class Several:
     """A gateway with workers, and the replicas before which it stands."""
 
-    def __init__(self, folder: Path, replicas: list[EmbeddedReplica], **tables: dict[str, Any]) -> None:
+    def __init__(
+        self, folder: Path, replicas: list[EmbeddedReplica], secret: str = "", **tables: dict[str, Any]
+    ) -> None:
+        """`secret`: a client's key, where one is needed to look at it."""
         server = {"workers": 2, "drain_delay_seconds": 0.1, "drain_seconds": 10.0, **tables.pop("server", {})}
         urls = [one.url for one in replicas]
         config = {"server": server, **tables}
+        self.secret = secret
         self.replicas = replicas
         self.count = server["workers"]
         self.process = GatewayProcess("gateway", folder, config, urls, {"WARMLANE_ADMIN_KEY": ADMIN_KEY})
@@ -73,8 +77,9 @@ class Several:
         self.client = self.new_client()
         until(lambda: self.metrics().total("warmlane_replica_state", state="up") == len(replicas), "all are up")
 
-    def new_client(self) -> httpx.Client:
-        return httpx.Client(base_url=self.url, trust_env=False, timeout=30.0)
+    def new_client(self, secret: str = "") -> httpx.Client:
+        headers = {"x-api-key": secret or self.secret} if secret or self.secret else {}
+        return httpx.Client(base_url=self.url, trust_env=False, timeout=30.0, headers=headers)
 
     @property
     def workers(self) -> list[int]:
