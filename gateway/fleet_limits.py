@@ -30,7 +30,9 @@ LATE_SECONDS = 1.0
 FULL_SECONDS = 60.0
 """A bucket fills in so long: what is older is made up for."""
 MAX_TOLD = 4_096
-"""Keys told of at once; the others follow in the next round."""
+"""Keys told of at once; the others follow in the next round ..."""
+MOST_TOLD = 10**9
+"""... and so does what was spent of one limit beyond that, requests or tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +142,8 @@ class Way:
 
     def uses(self, now: float) -> list[KeyUse]:
         """What is to be told. Until `told` it stays here."""
-        self._spent = [(one, round(amount)) for one, amount in self.untold.items()][:MAX_TOLD]
+        spent_now = list(self.untold.items())[:MAX_TOLD]
+        self._spent = [(one, round(max(-MOST_TOLD, min(amount, MOST_TOLD)))) for one, amount in spent_now]
         self._places = dict(self.moved)
         self._tells_all = now >= self._running_due
         if self._tells_all:
@@ -243,6 +246,8 @@ class FleetLimits:
 
     def hear_nearby(self, peer: str, uses: Iterable[KeyUse], at: float, now: float) -> None:
         """Another process of this gateway did; it also lives."""
+        if peer not in self._siblings:
+            self._siblings = {one: last for one, last in self._siblings.items() if now - last <= REPORT_SECONDS}
         self._siblings[peer] = max(at, self._siblings.get(peer, at))
         for use in uses:
             for one, amount in self._of(use):

@@ -351,8 +351,8 @@ def test_uses_travel_in_entries() -> None:
     [
         KeyUse("", 1, 1),
         KeyUse("x" * 65, 1, 1),
-        KeyUse("a", 10**9 + 1, 0),
-        KeyUse("a", 0, -(10**9) - 1),
+        KeyUse("a", 2 * 10**9 + 1, 0),
+        KeyUse("a", 0, -2 * 10**9 - 1),
         KeyUse("a", 0, 0, -1),
         KeyUse("a", 1.5, 0),  # type: ignore[arg-type]
     ],
@@ -362,6 +362,18 @@ def test_what_no_gateway_would_say_is_refused(use: KeyUse) -> None:
     with pytest.raises(Refused) as refused:
         Receiver(b"secret", "fleet", b"another").read(entry)
     assert refused.value.reason is RefusedFor.MALFORMED
+
+
+def test_more_than_an_entry_may_say_is_told_in_parts() -> None:
+    fleet = Fleet("a", "b", tokens_per_minute=10**12)
+    a, b = fleet.gateways
+    a.caller.enter(fleet.now).leave(3 * 10**9, fleet.now)
+    uses = [a.limits.outside.uses(fleet.now)[0].tokens]
+    assert uses == [10**9]
+    for _ in range(4):
+        fleet.round()
+    assert sum(use.tokens for _, _, told in fleet.stream for use in told) == 3 * 10**9
+    assert b.asks(fleet.now)
 
 
 def test_spends_of_keys_that_are_not_known_are_nothing() -> None:

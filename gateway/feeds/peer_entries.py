@@ -16,7 +16,7 @@ from msgspec import Meta
 
 from gateway.core.model import BlockHash, PeerFact, PeerReported, PeerSent, PeerStored, ReplicaId
 from gateway.feeds.sealing import Opener, Refused, RefusedFor, Seal, Sealer, sender_of
-from gateway.fleet_limits import MAX_TOLD, KeyUse
+from gateway.fleet_limits import MAX_TOLD, MOST_TOLD, KeyUse
 
 PURPOSE = "view"
 MAX_ENTRY_BYTES = 1024 * 1024
@@ -31,8 +31,8 @@ Id = Annotated[str, Meta(min_length=1, max_length=512)]
 Tenant = Annotated[str, Meta(max_length=512)]
 Blocks = Annotated[bytes, Meta(max_length=8 * 8_192)]
 KeyName = Annotated[str, Meta(min_length=1, max_length=64)]
-Spent = Annotated[int, Meta(ge=-(10**9), le=10**9)]
-"""Requests or tokens of one key in one round, or in an outage as far as they still count."""
+Spent = Annotated[int, Meta(ge=-2 * MOST_TOLD, le=2 * MOST_TOLD)]
+"""Requests or tokens of one key in one round. Twice, since a limit that has just changed has two buckets."""
 
 
 class Facts(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
