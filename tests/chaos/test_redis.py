@@ -15,7 +15,7 @@ import pytest
 
 from tests.chaos.conftest import Figures
 from tests.chaos.openloop import Load, Result, Traffic, ends, percentile
-from tests.chaos.rig import GatewayProcess, Rig, eventually, span, standing
+from tests.chaos.rig import SHORT, GatewayProcess, Rig, eventually, span, standing
 from tests.redis_server import RedisServer
 
 RATE = 50.0
@@ -24,7 +24,8 @@ CALM_SECONDS = 5.0
 TARGET_P99_MS = 20.0
 TARGET_BACK_SECONDS = 5.0
 MOST_P99_MS = 200.0
-"""What is asserted: the p99 of some hundred requests moves by tens of milliseconds where anything else runs beside."""
+"""What is asserted in the long form: the p99 of some hundred requests moves by tens of milliseconds where anything else
+runs beside, and by seconds where much does. Requests that wait for Redis would show in the median as well."""
 
 
 class End(asyncio.Protocol):
@@ -137,8 +138,10 @@ async def none_connected(rig: Rig) -> bool:
     return not any([(await gateway.metrics()).total("warmlane_peers_connected") for gateway in rig.gateways])
 
 
-def p99_ms(results: list[Result]) -> float:
-    return percentile([one.seconds for one in results if not one.stream], 0.99) * 1e3
+def added_ms(before: list[Result], during: list[Result]) -> tuple[float, float]:
+    """By how much the median and p99 of what is not streamed grew."""
+    one, other = ([one.seconds * 1e3 for one in results if not one.stream] for results in (before, during))
+    return percentile(other, 0.5) - percentile(one, 0.5), percentile(other, 0.99) - percentile(one, 0.99)
 
 
 def kill(stage: Stage) -> None:
@@ -190,10 +193,9 @@ async def test_13_redis_goes_away(fault: str, tmp_path: Path, figures: Figures) 
             back = await eventually(lambda: all_joined(rig), "the view is shared again")
             await asyncio.sleep(1.0)
         results = [one for load in loads for one in load.results]
-    before = p99_ms([one for one in results if fault_at - CALM_SECONDS + 1.0 < one.sent_at < fault_at])
-    during = p99_ms([one for one in results if fault_at <= one.sent_at < back_at])
-    failed = [one for one in results if not one.ok]
-    record_13(figures, fault, len(results), failed, during - before, back)
+    before = [one for one in results if fault_at - CALM_SECONDS + 1.0 < one.sent_at < fault_at]
+    during = [one for one in results if fault_at <= one.sent_at < back_at]
+    record_13(figures, fault, results, added_ms(before, during), back)
 
 
 async def test_13_redis_absent_at_start(tmp_path: Path, figures: Figures) -> None:
@@ -209,23 +211,26 @@ async def test_13_redis_absent_at_start(tmp_path: Path, figures: Figures) -> Non
             back = await eventually(lambda: all_joined(rig), "the view is shared")
             await asyncio.sleep(CALM_SECONDS)
         results = [one for load in loads for one in load.results]
-    without = p99_ms([one for one in results if one.sent_at < began])
-    shared = p99_ms([one for one in results if one.sent_at > began + back])
-    record_13(figures, "absent at start", len(results), [r for r in results if not r.ok], without - shared, back)
+    without = [one for one in results if one.sent_at < began]
+    shared = [one for one in results if one.sent_at > began + back]
+    record_13(figures, "absent at start", results, added_ms(shared, without), back)
 
 
 def record_13(
-    figures: Figures, fault: str, requests: int, failed: list[Result], added_ms: float, back_seconds: float
+    figures: Figures, fault: str, results: list[Result], added: tuple[float, float], back_seconds: float
 ) -> None:
+    failed = [one for one in results if not one.ok]
+    median, p99 = added
     figures.record(
         13,
         fault,
-        f"{len(failed)} of {requests} requests failed, p99 {added_ms:+.1f} ms, shared again after {back_seconds:.1f} s",
+        f"{len(failed)} of {len(results)} requests failed, p99 {p99:+.1f} ms, shared again after {back_seconds:.1f} s",
         "0; <= +20 ms; <= 5 s",
-        not failed and added_ms <= TARGET_P99_MS and back_seconds <= TARGET_BACK_SECONDS,
+        not failed and p99 <= TARGET_P99_MS and back_seconds <= TARGET_BACK_SECONDS,
     )
     assert not failed, ends(failed)
-    assert added_ms <= MOST_P99_MS
+    assert median <= TARGET_P99_MS
+    assert p99 <= MOST_P99_MS or SHORT
     assert back_seconds <= TARGET_BACK_SECONDS
 
 
