@@ -1,6 +1,6 @@
 """What telemetry counts in: plain objects with the figures of one label each, and the bounds of the histograms.
 
-Nothing here knows Prometheus: `gateway.telemetry` makes metric families of them when the page is read.
+Nothing here knows Prometheus: metric families are made of them when the page is read (`gateway.families`).
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""Telemetry: what was decided and how it ended becomes metrics and a log record. The only module that knows Prometheus.
+"""Telemetry: what was decided and how it ended becomes metrics and a log record.
 
 Every request passes here, so counting is plain arithmetic on Python objects (2.5 µs with its log record); metric
-families are made of them only when `/metrics` is read. Label sets are bounded: routes come from the table of endpoints,
-a model name counts by itself once a replica listed it (all others are `other`), and the series of a replica go with it.
+families (`gateway.families`) are made of them only when `/metrics` is read. Label sets are bounded: routes come from
+the table of endpoints, a model name counts by itself once a replica listed it (all others are `other`), and the series
+of a replica go with it.
 """
 
 from __future__ import annotations
@@ -10,15 +11,15 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from importlib.metadata import version
-from typing import Any, Literal, Protocol
+from typing import Protocol
 
 import msgspec
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
+from gateway import families
 from gateway.core.admission import ShedReason
 from gateway.core.model import (
     Decision,
@@ -35,13 +36,9 @@ from gateway.rankings import decision_row
 from gateway.request_log import Lines, RequestLog, RequestRecord
 from gateway.series import (
     DECIDE_BOUNDS,
-    DURATION_BOUNDS,
     ERROR_BOUNDS,
-    INTER_TOKEN_BOUNDS,
     LAG_BOUNDS,
     OVERHEAD_BOUNDS,
-    REGRET_BOUNDS,
-    TTFT_BOUNDS,
     WAIT_BOUNDS,
     AnnouncementSeries,
     CachedTokens,
@@ -51,7 +48,7 @@ from gateway.series import (
     ShadowSeries,
 )
 
-__all__ = ["FAMILIES", "RequestRecord", "Telemetry"]
+__all__ = ["RequestRecord", "Telemetry"]
 
 MAX_MODELS = 50
 """Model names with series of their own. Each has some 60; adapters that come and go must not add up for ever."""
@@ -62,211 +59,6 @@ MAX_TENANTS = 100
 OTHER, UNNAMED = "other", "none"
 COMPLETED = Outcome.COMPLETED.value
 STATUS_CLASSES = {2: "2xx", 3: "3xx", 4: "4xx", 5: "5xx"}
-
-Kind = Literal["counter", "gauge", "histogram"]
-
-
-@dataclass(frozen=True, slots=True)
-class Family:
-    """One metric as `/metrics` and `docs/metrics.md` name it."""
-
-    kind: Kind
-    name: str
-    help: str
-    labels: tuple[str, ...] = ()
-    bounds: tuple[float, ...] = ()
-
-
-REQUESTS = Family("counter", "warmlane_requests_total", "Requests that ended.", ("route", "model", "outcome", "status"))
-REQUEST_SECONDS = Family(
-    "histogram", "warmlane_request_seconds", "From request to end of answer.", ("model", "outcome"), DURATION_BOUNDS
-)
-TTFT_SECONDS = Family(
-    "histogram", "warmlane_time_to_first_token_seconds", "From request to first token.", ("model",), TTFT_BOUNDS
-)
-INTER_TOKEN_SECONDS = Family(
-    "histogram",
-    "warmlane_inter_token_seconds",
-    "Mean time for a further token, by request.",
-    ("model",),
-    INTER_TOKEN_BOUNDS,
-)
-DECIDE_SECONDS = Family("histogram", "warmlane_decide_seconds", "Decisions made at once.", (), DECIDE_BOUNDS)
-LOST_HITS = Family(
-    "counter", "warmlane_lost_cached_tokens_total", "Cached prompt tokens that were not made use of.", ("cause",)
-)
-TENANT_WAITING = Family("gauge", "warmlane_tenant_waiting_requests", "Requests now waiting at the gate.", ("tenant",))
-CONNECTIONS = Family("gauge", "warmlane_upstream_connections", "Open connections to replicas.", ("replica", "state"))
-INDEX_BYTES = Family("gauge", "warmlane_index_bytes", "Memory that the prefix index takes, estimated.")
-OVERHEAD_SECONDS = Family(
-    "histogram", "warmlane_overhead_seconds", "The gateway's own time until dispatch.", (), OVERHEAD_BOUNDS
-)
-WAIT_SECONDS = Family("histogram", "warmlane_wait_seconds", "Waits at the gate, of requests sent.", (), WAIT_BOUNDS)
-DECISIONS = Family("counter", "warmlane_decisions_total", "Routing decisions acted on.", ("policy", "reason"))
-CACHED_TOKENS = Family("counter", "warmlane_cached_tokens_total", "Prompt tokens in a prefix cache.", ("kind",))
-PREDICTION_ERROR = Family(
-    "histogram",
-    "warmlane_prediction_error_ratio",
-    "Predicted less reported cached tokens, by prompt.",
-    (),
-    ERROR_BOUNDS,
-)
-REPLICA_CACHED_TOKENS = Family(
-    "counter", "warmlane_replica_cached_tokens_total", "Prompt tokens in its prefix cache.", ("replica", "kind")
-)
-SHADOW_DECISIONS = Family(
-    "counter",
-    "warmlane_shadow_decisions_total",
-    "Decisions that a shadow policy was asked about.",
-    ("policy", "choice"),
-)
-SHADOW_REGRET_SECONDS = Family(
-    "histogram",
-    "warmlane_shadow_regret_seconds",
-    "Live policy's cost of another choice, less that of its own.",
-    ("policy",),
-    REGRET_BOUNDS,
-)
-SHADOW_CACHED_TOKENS = Family(
-    "counter", "warmlane_shadow_cached_tokens_total", "Predicted cached tokens of both choices.", ("policy", "kind")
-)
-SHADOW_FAILURES = Family("counter", "warmlane_shadow_failures_total", "Shadow policies that raised.", ("policy",))
-PROMPT_TOKENS = Family("counter", "warmlane_prompt_tokens_total", "Prompt tokens that replicas reported.", ("model",))
-COMPLETION_TOKENS = Family(
-    "counter", "warmlane_completion_tokens_total", "Completion tokens that replicas reported.", ("model",)
-)
-ATTEMPTS = Family("counter", "warmlane_upstream_attempts_total", "Flights to replicas.", ("replica", "result"))
-REPLAYS = Family("counter", "warmlane_replays_total", "Requests sent to a replica once more.", ("cause",))
-REPLAYS_REFUSED = Family(
-    "counter", "warmlane_replays_refused_total", "Lost requests not sent again: too many were at that moment."
-)
-ADMITTED = Family("counter", "warmlane_admitted_total", "Requests that were let in and sent.", ("tenant",))
-SHED = Family(
-    "counter", "warmlane_shed_total", "Requests that the gateway itself refused with 429.", ("tenant", "reason")
-)
-KEY_REFUSALS = Family(
-    "counter", "warmlane_key_refusals_total", "Requests that their key ruled out.", ("tenant", "reason")
-)
-TENANT_TOKENS = Family("counter", "warmlane_tenant_tokens_total", "Tokens that replicas reported.", ("tenant", "kind"))
-REQUEST_BYTES = Family("counter", "warmlane_request_bytes_total", "Bytes of request bodies.")
-RESPONSE_BYTES = Family("counter", "warmlane_response_bytes_total", "Bytes of answers relayed.")
-LOG_RECORDS_LOST = Family("counter", "warmlane_log_records_lost_total", "Log records that nobody read in time.")
-DECISION_RECORDS_LOST = Family(
-    "counter", "warmlane_decision_records_lost_total", "Records of the decision log that could not be written."
-)
-LOOP_LAG_SECONDS = Family(
-    "histogram", "warmlane_loop_lag_seconds", "How late the event loop was, looked at regularly.", (), LAG_BOUNDS
-)
-HELD_BYTES = Family("gauge", "warmlane_held_body_bytes", "Bytes of request bodies now in memory.")
-TASKS = Family("gauge", "warmlane_tasks", "Tasks of the event loop.")
-BUILD = Family("gauge", "warmlane_build_info", "Always 1.", ("version",))
-IN_FLIGHT = Family("gauge", "warmlane_in_flight_requests", "Requests now at replicas.")
-WAITING = Family("gauge", "warmlane_waiting_requests", "Requests now waiting at the gate.")
-INDEX_BLOCKS = Family("gauge", "warmlane_index_blocks", "Prefix blocks in the index, all replicas together.")
-INDEX_CAPACITY = Family("gauge", "warmlane_index_capacity_blocks", "Prefix blocks that fit into the index.")
-CACHE_SHARE = Family("gauge", "warmlane_cache_share_ratio", "Learned part of reported KV caches that holds prefixes.")
-PROCESSES = Family("gauge", "warmlane_processes", "Worker processes that serve.")
-PROCESS_STARTS = Family("counter", "warmlane_process_starts_total", "Starts of worker processes.")
-PEERS = Family("gauge", "warmlane_peers", "Other gateways heard of in the last seconds.")
-PEERS_CONNECTED = Family("gauge", "warmlane_peers_connected", "1 while the view is shared through Redis.")
-PEER_ENTRIES = Family("counter", "warmlane_peer_entries_total", "Entries of the shared stream.", ("direction",))
-PEER_ENTRIES_REFUSED = Family(
-    "counter", "warmlane_peer_entries_refused_total", "Entries that no gateway of ours made so.", ("reason",)
-)
-PEER_FAILURES = Family("counter", "warmlane_peer_failures_total", "Rounds with Redis that failed.")
-ANNOUNCEMENTS_CONNECTED = Family(
-    "gauge", "warmlane_announcements_connected", "1 while announcements of replicas can be read."
-)
-ANNOUNCEMENTS_REFUSED = Family(
-    "counter", "warmlane_announcements_refused_total", "Announcements that no replica of ours made so.", ("reason",)
-)
-TRACES = Family("counter", "warmlane_traces_total", "Sampled requests, by what became of their spans.", ("result",))
-REPLICA_STATE = Family("gauge", "warmlane_replica_state", "1 for the state it is in.", ("replica", "state"))
-WORKERS = Family("gauge", "warmlane_workers", "Replicas that this process runs itself.", ("state",))
-WORKER_STARTS = Family("counter", "warmlane_worker_starts_total", "Starts of each of them.", ("replica",))
-
-Reading = Callable[[ReplicaStatistics], float | None]
-"""`None`: not known, so there is no sample."""
-
-
-def _gauge(name: str, help: str, reading: Reading) -> tuple[Family, Reading]:
-    return Family("gauge", f"warmlane_replica_{name}", help, ("replica",)), reading
-
-
-REPLICA_GAUGES = (
-    _gauge("available", "1 while it gets new requests.", lambda one: float(one.available)),
-    _gauge("draining", "1 while an operator drains it.", lambda one: float(one.draining)),
-    _gauge("in_flight_requests", "This gateway's requests there.", lambda one: one.in_flight),
-    _gauge("pending_tokens", "Uncached prompt tokens there, first token due.", lambda one: one.pending_tokens),
-    _gauge("prefill_tokens_per_second", "Learned speed of uncached prompt tokens.", lambda one: one.prefill_rate),
-    _gauge("index_blocks", "Prefix blocks that the index credits it with.", lambda one: one.index_blocks),
-    _gauge("cache_tokens", "Size of its KV cache, as assumed or reported.", lambda one: one.cache_tokens),
-    _gauge("load_age_seconds", "Age of its last load snapshot.", lambda one: one.load_age),
-    _gauge("probe_age_seconds", "Age of its last probe.", lambda one: one.probe_age),
-    _gauge("running_requests", "Running, by its load snapshot.", lambda one: one.load.running if one.load else None),
-    _gauge("waiting_requests", "Waiting, by its load snapshot.", lambda one: one.load.waiting if one.load else None),
-    _gauge(
-        "kv_usage_ratio", "KV cache that running requests hold.", lambda one: one.load.kv_usage if one.load else None
-    ),
-)
-
-FAMILIES: tuple[Family, ...] = (
-    REQUESTS,
-    REQUEST_SECONDS,
-    TTFT_SECONDS,
-    INTER_TOKEN_SECONDS,
-    DECIDE_SECONDS,
-    LOST_HITS,
-    TENANT_WAITING,
-    CONNECTIONS,
-    INDEX_BYTES,
-    OVERHEAD_SECONDS,
-    WAIT_SECONDS,
-    DECISIONS,
-    CACHED_TOKENS,
-    PREDICTION_ERROR,
-    REPLICA_CACHED_TOKENS,
-    SHADOW_DECISIONS,
-    SHADOW_REGRET_SECONDS,
-    SHADOW_CACHED_TOKENS,
-    SHADOW_FAILURES,
-    PROMPT_TOKENS,
-    COMPLETION_TOKENS,
-    ATTEMPTS,
-    REPLAYS,
-    REPLAYS_REFUSED,
-    ADMITTED,
-    SHED,
-    KEY_REFUSALS,
-    TENANT_TOKENS,
-    REQUEST_BYTES,
-    RESPONSE_BYTES,
-    LOG_RECORDS_LOST,
-    DECISION_RECORDS_LOST,
-    LOOP_LAG_SECONDS,
-    HELD_BYTES,
-    TASKS,
-    BUILD,
-    IN_FLIGHT,
-    WAITING,
-    INDEX_BLOCKS,
-    INDEX_CAPACITY,
-    CACHE_SHARE,
-    PROCESSES,
-    PROCESS_STARTS,
-    PEERS,
-    PEERS_CONNECTED,
-    PEER_ENTRIES,
-    PEER_ENTRIES_REFUSED,
-    PEER_FAILURES,
-    ANNOUNCEMENTS_CONNECTED,
-    ANNOUNCEMENTS_REFUSED,
-    TRACES,
-    REPLICA_STATE,
-    WORKERS,
-    WORKER_STARTS,
-    *(family for family, _ in REPLICA_GAUGES),
-)
 
 
 class StatisticsSource(Protocol):
@@ -547,73 +339,73 @@ class Telemetry(Collector):
         yield from self._counter_families()
         yield from self._prediction_families()
         yield from self._shadow_families()
-        yield _gauge_family(PROCESSES, ())  # where there are several, their parent knows (`gateway.several`)
-        yield _counter(PROCESS_STARTS, {})
+        yield families.PROCESSES.gauge(())  # where there are several, their parent knows (`gateway.several`)
+        yield families.PROCESS_STARTS.counter({})
         yield from _peer_families(self._peers, self._clock())
         announced = self._announcements  # without them: no samples
-        yield _gauge_family(ANNOUNCEMENTS_CONNECTED, [] if announced is None else [((), float(not announced.failing))])
-        yield _counter(ANNOUNCEMENTS_REFUSED, {} if announced is None else announced.refused)
+        yield families.ANNOUNCEMENTS_CONNECTED.gauge([] if announced is None else [((), float(not announced.failing))])
+        yield families.ANNOUNCEMENTS_REFUSED.counter({} if announced is None else announced.refused)
         yield from self._place_families(statistics)
         yield from _router_families(statistics)
         yield from _replica_families(statistics.replicas)
         states, starts = (self.workers.states(), self.workers.starts()) if self.workers is not None else ({}, {})
-        yield _gauge_family(WORKERS, [((state,), count) for state, count in states.items()])
+        yield families.WORKERS.gauge([((state,), count) for state, count in states.items()])
         traces = self.traces
-        yield _counter(TRACES, {} if traces is None else {("sent",): traces.sent, ("lost",): traces.lost})
-        yield _counter(WORKER_STARTS, {(url,): count for url, count in starts.items()})
+        yield families.TRACES.counter({} if traces is None else {("sent",): traces.sent, ("lost",): traces.lost})
+        yield families.WORKER_STARTS.counter({(url,): count for url, count in starts.items()})
 
     def _request_families(self) -> Iterator[Metric]:
         used = [series for series in self._all_series() if series.is_used]
-        yield _counter(REQUESTS, self._requests)
+        yield families.REQUESTS.counter(self._requests)
         seconds: dict[tuple[str, ...], Histogram] = {(series.label, COMPLETED): series.seconds for series in used}
         seconds |= {(series.label, OTHER): series.other_seconds for series in used}
-        yield _histogram(REQUEST_SECONDS, seconds)
-        yield _histogram(TTFT_SECONDS, {(series.label,): series.ttft for series in used})
-        yield _histogram(INTER_TOKEN_SECONDS, {(series.label,): series.inter_token for series in used})
-        yield _counter(PROMPT_TOKENS, {(series.label,): series.prompt_tokens for series in used})
-        yield _counter(COMPLETION_TOKENS, {(series.label,): series.completion_tokens for series in used})
-        yield _histogram(OVERHEAD_SECONDS, {(): self._overhead})
-        yield _histogram(WAIT_SECONDS, {(): self._wait})
-        yield _histogram(DECIDE_SECONDS, {(): self._decide})
+        yield families.REQUEST_SECONDS.histogram(seconds)
+        yield families.TTFT_SECONDS.histogram({(series.label,): series.ttft for series in used})
+        yield families.INTER_TOKEN_SECONDS.histogram({(series.label,): series.inter_token for series in used})
+        yield families.PROMPT_TOKENS.counter({(series.label,): series.prompt_tokens for series in used})
+        yield families.COMPLETION_TOKENS.counter({(series.label,): series.completion_tokens for series in used})
+        yield families.OVERHEAD_SECONDS.histogram({(): self._overhead})
+        yield families.WAIT_SECONDS.histogram({(): self._wait})
+        yield families.DECIDE_SECONDS.histogram({(): self._decide})
 
     def _counter_families(self) -> Iterator[Metric]:
-        yield _counter(DECISIONS, self._decisions)
-        yield _counter(CACHED_TOKENS, self._cached)
-        yield _counter(LOST_HITS, self._lost_hits)
-        yield _counter(ATTEMPTS, self._attempts)
-        yield _counter(REPLAYS, self._replays)
-        yield _counter(REPLAYS_REFUSED, {(): self._replays_refused})
-        yield _counter(ADMITTED, self._admitted)
-        yield _counter(SHED, self._shed)
-        yield _counter(KEY_REFUSALS, self._key_refusals)
-        yield _counter(TENANT_TOKENS, self._tenant_tokens)
-        yield _counter(REQUEST_BYTES, {(): self._request_bytes})
-        yield _counter(RESPONSE_BYTES, {(): self._response_bytes})
-        yield _counter(LOG_RECORDS_LOST, {(): self._log.lost if self._log is not None else 0})
+        yield families.DECISIONS.counter(self._decisions)
+        yield families.CACHED_TOKENS.counter(self._cached)
+        yield families.LOST_HITS.counter(self._lost_hits)
+        yield families.ATTEMPTS.counter(self._attempts)
+        yield families.REPLAYS.counter(self._replays)
+        yield families.REPLAYS_REFUSED.counter({(): self._replays_refused})
+        yield families.ADMITTED.counter(self._admitted)
+        yield families.SHED.counter(self._shed)
+        yield families.KEY_REFUSALS.counter(self._key_refusals)
+        yield families.TENANT_TOKENS.counter(self._tenant_tokens)
+        yield families.REQUEST_BYTES.counter({(): self._request_bytes})
+        yield families.RESPONSE_BYTES.counter({(): self._response_bytes})
+        yield families.LOG_RECORDS_LOST.counter({(): self._log.lost if self._log is not None else 0})
         decision_log = self._decision_log
-        yield _counter(DECISION_RECORDS_LOST, {(): decision_log.lost if decision_log is not None else 0})
-        yield _histogram(LOOP_LAG_SECONDS, {(): self._loop_lag})
-        yield _gauge_family(HELD_BYTES, [((), self._held_bytes())])
-        yield _gauge_family(TASKS, [((), self._tasks())])
+        yield families.DECISION_RECORDS_LOST.counter({(): decision_log.lost if decision_log is not None else 0})
+        yield families.LOOP_LAG_SECONDS.histogram({(): self._loop_lag})
+        yield families.HELD_BYTES.gauge([((), self._held_bytes())])
+        yield families.TASKS.gauge([((), self._tasks())])
 
     def _place_families(self, statistics: RouterStatistics) -> Iterator[Metric]:
         waiting: dict[tuple[str, ...], int] = {}
         for tenant, count in statistics.waiting_by.items():
             label = (self._tenant_label(tenant),)
             waiting[label] = waiting.get(label, 0) + count
-        yield _gauge_family(TENANT_WAITING, waiting.items())
+        yield families.TENANT_WAITING.gauge(waiting.items())
         present = frozenset(one.replica for one in statistics.replicas)
         rows = [row for row in self._connections() if row[0] in present]
         busy = [((replica, "busy"), float(busy)) for replica, busy, _ in rows]
-        yield _gauge_family(CONNECTIONS, busy + [((replica, "idle"), float(idle)) for replica, _, idle in rows])
+        yield families.CONNECTIONS.gauge(busy + [((replica, "idle"), float(idle)) for replica, _, idle in rows])
 
     def _prediction_families(self) -> Iterator[Metric]:
         both: dict[tuple[str, str], int] = {}
         for replica, cached in self._cached_by.items():
             both[replica, "predicted"] = cached.predicted
             both[replica, "reported"] = cached.reported
-        yield _counter(REPLICA_CACHED_TOKENS, both)
-        yield _histogram(PREDICTION_ERROR, {(): self._prediction_error})
+        yield families.REPLICA_CACHED_TOKENS.counter(both)
+        yield families.PREDICTION_ERROR.histogram({(): self._prediction_error})
 
     def _shadow_families(self) -> Iterator[Metric]:
         choices: dict[tuple[str, str], int] = {}
@@ -621,59 +413,39 @@ class Telemetry(Collector):
         for one in self._shadows:
             choices[one.policy, "same"], choices[one.policy, "other"] = one.same, one.other
             cached[one.policy, "live"], cached[one.policy, "shadow"] = one.cached_live, one.cached_shadow
-        yield _counter(SHADOW_DECISIONS, choices)
-        yield _histogram(SHADOW_REGRET_SECONDS, {(one.policy,): one.regret for one in self._shadows})
-        yield _counter(SHADOW_CACHED_TOKENS, cached)
-        yield _counter(SHADOW_FAILURES, {(one.policy,): one.failures for one in self._shadows})
+        yield families.SHADOW_DECISIONS.counter(choices)
+        yield families.SHADOW_REGRET_SECONDS.histogram({(one.policy,): one.regret for one in self._shadows})
+        yield families.SHADOW_CACHED_TOKENS.counter(cached)
+        yield families.SHADOW_FAILURES.counter({(one.policy,): one.failures for one in self._shadows})
 
 
 def _peer_families(peers: PeerSeries | None, now: float) -> Iterator[Metric]:
     if peers is None:  # nothing is shared: no samples
-        yield from (_gauge_family(family, ()) for family in (PEERS, PEERS_CONNECTED))
-        yield from (_counter(family, {}) for family in (PEER_ENTRIES, PEER_ENTRIES_REFUSED, PEER_FAILURES))
+        yield from (one.gauge(()) for one in (families.PEERS, families.PEERS_CONNECTED))
+        counters = families.PEER_ENTRIES, families.PEER_ENTRIES_REFUSED, families.PEER_FAILURES
+        yield from (one.counter({}) for one in counters)
         return
     fresh = [last for last in peers.heard.values() if now - last <= REPORT_SECONDS]
-    yield _gauge_family(PEERS, [((), len(fresh))])
-    yield _gauge_family(PEERS_CONNECTED, [((), float(peers.connected))])
-    yield _counter(PEER_ENTRIES, {("sent",): peers.sent, ("received",): peers.received})
-    yield _counter(PEER_ENTRIES_REFUSED, peers.refused)
-    yield _counter(PEER_FAILURES, {(): peers.failures})
+    yield families.PEERS.gauge([((), len(fresh))])
+    yield families.PEERS_CONNECTED.gauge([((), float(peers.connected))])
+    yield families.PEER_ENTRIES.counter({("sent",): peers.sent, ("received",): peers.received})
+    yield families.PEER_ENTRIES_REFUSED.counter(peers.refused)
+    yield families.PEER_FAILURES.counter({(): peers.failures})
 
 
 def _router_families(statistics: RouterStatistics) -> Iterator[Metric]:
-    yield _gauge_family(BUILD, [((version("warmlane"),), 1.0)])
-    yield _gauge_family(IN_FLIGHT, [((), statistics.in_flight)])
-    yield _gauge_family(WAITING, [((), statistics.waiting)])
-    yield _gauge_family(INDEX_BLOCKS, [((), statistics.index_blocks)])
-    yield _gauge_family(INDEX_CAPACITY, [((), statistics.index_capacity_blocks)])
-    yield _gauge_family(INDEX_BYTES, [((), statistics.index_bytes)])
-    yield _gauge_family(CACHE_SHARE, [((), statistics.cache_share)])
+    yield families.BUILD.gauge([((version("warmlane"),), 1.0)])
+    yield families.IN_FLIGHT.gauge([((), statistics.in_flight)])
+    yield families.WAITING.gauge([((), statistics.waiting)])
+    yield families.INDEX_BLOCKS.gauge([((), statistics.index_blocks)])
+    yield families.INDEX_CAPACITY.gauge([((), statistics.index_capacity_blocks)])
+    yield families.INDEX_BYTES.gauge([((), statistics.index_bytes)])
+    yield families.CACHE_SHARE.gauge([((), statistics.cache_share)])
 
 
 def _replica_families(replicas: tuple[ReplicaStatistics, ...]) -> Iterator[Metric]:
-    for family, reading in REPLICA_GAUGES:
+    for family, reading in families.REPLICA_GAUGES:
         readings = [((one.replica,), reading(one)) for one in replicas]
-        yield _gauge_family(family, [(labels, value) for labels, value in readings if value is not None])
+        yield family.gauge([(labels, value) for labels, value in readings if value is not None])
     states = [((one.replica, state.value), float(one.health is state)) for one in replicas for state in HealthState]
-    yield _gauge_family(REPLICA_STATE, states)
-
-
-def _gauge_family(family: Family, samples: Iterable[tuple[tuple[str, ...], float]]) -> Metric:
-    metric = GaugeMetricFamily(family.name, family.help, labels=family.labels)
-    for labels, value in samples:
-        metric.add_metric(labels, value)
-    return metric
-
-
-def _counter(family: Family, values: Mapping[Any, int]) -> Metric:
-    metric = CounterMetricFamily(family.name, family.help, labels=family.labels)
-    for labels, value in values.items():
-        metric.add_metric(labels, value)
-    return metric
-
-
-def _histogram(family: Family, histograms: dict[tuple[str, ...], Histogram]) -> Metric:
-    metric = HistogramMetricFamily(family.name, family.help, labels=family.labels)
-    for labels, one in histograms.items():
-        metric.add_metric(labels, buckets=one.buckets(), sum_value=one.total)
-    return metric
+    yield families.REPLICA_STATE.gauge(states)

@@ -21,9 +21,9 @@ from gateway.config import Config, load
 from gateway.core.admission import ShedReason
 from gateway.core.model import HealthState, Outcome, Reason
 from gateway.core.settings import POLICY_NAMES
+from gateway.families import FAMILIES
 from gateway.proxy.endpoints import ENDPOINTS
 from gateway.request_log import RequestRecord
-from gateway.telemetry import FAMILIES
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")

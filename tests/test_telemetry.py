@@ -27,9 +27,10 @@ from gateway.core.model import (
     RouteRequest,
     RouterStatistics,
 )
+from gateway.families import FAMILIES
 from gateway.request_log import MAX_UNWRITTEN_BYTES, RequestLog
 from gateway.series import Histogram
-from gateway.telemetry import FAMILIES, MAX_MODELS, MAX_TENANTS, RequestRecord, Telemetry
+from gateway.telemetry import MAX_MODELS, MAX_TENANTS, RequestRecord, Telemetry
 
 ONE, TWO = ReplicaId("http://10.0.0.1:8000"), ReplicaId("http://10.0.0.2:8000")
 CAUSES = ("absent", "spilled", "moved")

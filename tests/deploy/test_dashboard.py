@@ -12,7 +12,7 @@ import httpx
 import pytest
 import yaml
 
-from gateway.telemetry import FAMILIES
+from gateway.families import FAMILIES
 from tests.deploy.host import DEPLOY
 
 DASHBOARDS = {path.stem: json.loads(path.read_text()) for path in sorted((DEPLOY / "grafana" / "dashboards").iterdir())}

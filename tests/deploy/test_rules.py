@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
-from gateway.telemetry import FAMILIES
+from gateway.families import FAMILIES
 from tests.deploy.host import DEPLOY, ROOT
 from tests.deploy.rule_cases import CASES
 from tests.deploy.test_dashboard import page

@@ -12,6 +12,7 @@ import pytest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
 from gateway.changes import Drain, Register, Unregister
+from gateway.families import FAMILIES
 from gateway.several import hub as hub_module
 from gateway.several.doorman import CLIENT, END, Doorman, Taker
 from gateway.several.handed import Handed
@@ -19,7 +20,6 @@ from gateway.several.hub import Hub, Seat
 from gateway.several.messages import Alive, Answer, Ask, Asked, CatchUp, Counted, Done, Heard, Told
 from gateway.several.output import SAME_SECONDS, Funnel, Said, pass_on
 from gateway.several.totals import ADDED, Page, page_of, with_others
-from gateway.telemetry import FAMILIES
 from tests.chaos.rig import eventually
 
 KNOWN_ALIKE = {
