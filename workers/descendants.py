@@ -12,13 +12,18 @@ from __future__ import annotations
 
 import os
 import secrets
+import select
 import signal
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
 VARIABLE = "WARMLANE_REPLICA_MARK"
 PROCESSES = Path("/proc")
+END_MILLISECONDS = 2_000
+"""A killed process has this long to be gone; the kernel takes back its memory first."""
+LOOK_SECONDS = 0.02
 ROUNDS = 5
 """Looks at all processes until none is found: a process may start another one while it is looked for."""
 
@@ -50,10 +55,13 @@ def kill_marked(mark: str) -> None:
 
 def marked(mark: str) -> Iterator[int]:
     """Processes of this machine with the mark."""
+    return (pid for pid in processes() if has_mark(pid, mark))
+
+
+def processes() -> Iterator[int]:
+    """All of this machine; none where nobody can look."""
     with suppress(OSError):
-        for entry in os.listdir(PROCESSES):
-            if entry.isdecimal() and has_mark(int(entry), mark):
-                yield int(entry)
+        yield from (int(entry) for entry in os.listdir(PROCESSES) if entry.isdecimal())
 
 
 def has_mark(pid: int, mark: str) -> bool:
@@ -62,6 +70,24 @@ def has_mark(pid: int, mark: str) -> bool:
     except OSError:
         return False  # somebody else's, or gone
     return assignment(mark).encode() in variables.split(b"\0")
+
+
+def wait_gone(leader: int, seconds: float) -> bool:
+    """Whether all processes of this group have ended by then. A zombie has; where nobody can look, all have."""
+    deadline = time.monotonic() + seconds
+    while any(is_of_group(pid, leader) for pid in processes()):
+        if time.monotonic() >= deadline:
+            return False
+        time.sleep(LOOK_SECONDS)
+    return True
+
+
+def is_of_group(pid: int, leader: int) -> bool:
+    try:
+        state, _, group = (PROCESSES / str(pid) / "stat").read_text().rpartition(") ")[2].split()[:3]
+    except (OSError, ValueError):
+        return False  # it has ended meanwhile
+    return int(group) == leader and state not in "ZX"
 
 
 def kill(pid: int, mark: str) -> bool:
@@ -74,6 +100,9 @@ def kill(pid: int, mark: str) -> bool:
         if not has_mark(pid, mark):
             return False
         signal.pidfd_send_signal(process, signal.SIGKILL)
+        end = select.poll()
+        end.register(process, select.POLLIN)
+        end.poll(END_MILLISECONDS)
     except OSError:
         return False
     finally:

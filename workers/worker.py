@@ -42,6 +42,8 @@ PROBE_TIMEOUT_SECONDS = 2.0
 PROGRESS_SECONDS = 10.0
 """Between two lines that say the replica is not ready yet: large models load for minutes."""
 KEPT_LINES = 30
+GONE_SECONDS = 10.0
+"""After SIGKILL: the kernel takes back gigabytes of an engine's memory before the process is gone."""
 LAST_OUTPUT_SECONDS = 2.0
 """For the rest of the output after the end. It ends at once, unless a process that was not found holds the pipe."""
 READ_BYTES = 65_536
@@ -281,6 +283,8 @@ class Worker:
         exit_code = await process.wait()
         kill_group(process.pid)
         await asyncio.to_thread(descendants.kill_marked, self._mark)  # milliseconds for hundreds of processes
+        if not await asyncio.to_thread(descendants.wait_gone, process.pid, GONE_SECONDS):
+            log.warning("%s: processes of it have not ended %g s after SIGKILL", self.name, GONE_SECONDS)
         await asyncio.wait({copying}, timeout=LAST_OUTPUT_SECONDS)
         copying.cancel()
         self._remove_socket_files()

@@ -7,6 +7,7 @@ import io
 import os
 import signal
 import subprocess
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -93,3 +94,13 @@ def test_the_watchdog_goes_by_the_mark_as_well(stranger: Callable[..., subproces
     subprocess.run(["/bin/sh", "-c", script], check=False, timeout=30)
     assert marked.wait(10) == -signal.SIGKILL
     assert unmarked.poll() is None
+
+
+def test_a_group_is_waited_for_until_nobody_of_it_is_left(stranger: Callable[..., subprocess.Popen[bytes]]) -> None:
+    """Seen with vLLM: a replica had stopped, and a killed process of it still held its memory."""
+    one = stranger()
+    assert not descendants.wait_gone(one.pid, 0.1)
+    threading.Timer(0.2, one.kill).start()
+    assert descendants.wait_gone(one.pid, 20.0)
+    assert not is_running(one.pid)
+    assert one.returncode is None  # a zombie until somebody asks for it
