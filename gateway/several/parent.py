@@ -30,7 +30,7 @@ from gateway.several.doorman import ADMIN, CLIENT, END, Doorman, Taker
 from gateway.several.hub import Hub, Seat
 from gateway.several.messages import Address, Begin, Channel, FromWorker, Stop
 from gateway.several.output import Funnel, Said, pass_on
-from gateway.several.totals import Page
+from gateway.several.totals import Page, rows_of_parent
 from gateway.stderr_log import report_unforeseen
 from gateway.stop_signals import StopSignals
 from gateway.views import is_loopback
@@ -179,7 +179,8 @@ class Parent:
         now = time.monotonic()
         starts = float(sum(one.starts for one in self._workers))
         serving = float(sum(one.is_open(now) for one in self._workers))
-        return Page([("warmlane_process_starts_total", (), starts)], [("warmlane_processes", (), serving)])
+        gauges = [("warmlane_processes", (), serving), *rows_of_parent()]
+        return Page([("warmlane_process_starts_total", (), starts)], gauges)
 
     # ---- a worker's life ---------------------------------------------------------------------------------------------
 

@@ -1,8 +1,8 @@
 """One metrics page for several processes: what each counts is added up, what all know alike is said once.
 
 Counters and histograms are added, those of processes that are gone as well, so that totals never fall. Of the gauges
-those in `ADDED` are a part each of a whole; the others say what every worker knows (replicas, the index, the build), so
-the answering worker's own stand for all.
+those in `ADDED` are a part each of a whole, and those in `OF_PARENT` are the parent's; the others say what every worker
+knows (replicas, the index, the build), so the answering worker's own stand for all.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Container, Iterable
 from typing import Any, cast
 
 from msgspec import Struct
-from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
 from prometheus_client.core import Metric
 from prometheus_client.samples import Sample
 
@@ -31,6 +31,9 @@ ADDED = frozenset(
         "process_open_fds",
     )
 )
+
+OF_PARENT = frozenset(("process_start_time_seconds",))
+"""Since when totals count. Each worker has another: it would look as if the gateway began anew from page to page."""
 
 Labels = tuple[tuple[str, str], ...]
 Row = tuple[str, Labels, float]
@@ -52,6 +55,12 @@ def page_of(families: Iterable[Metric]) -> Page:
         if rows is not None:
             rows += [(sample.name, tuple(sample.labels.items()), sample.value) for sample in family.samples]
     return page
+
+
+def rows_of_parent() -> list[Row]:
+    """Of the process that asks."""
+    families = [one for one in ProcessCollector(registry=None).collect() if one.name in OF_PARENT]
+    return [(sample.name, (), sample.value) for family in families for sample in family.samples]
 
 
 def is_counted(family: Metric) -> bool:
@@ -80,6 +89,10 @@ def with_others(families: Iterable[Metric], others: Page, replicas: Container[st
 
 def _joined(family: Metric, missing: dict[str, Sums]) -> Metric:
     """The family with what the others add to its samples, and with theirs that it has not."""
+    if family.name in OF_PARENT:
+        of_parent = missing.get(family.name, {})
+        family.samples = [Sample(family.name, {}, value) for value in of_parent.values()] or family.samples
+        return family
     if not is_counted(family) and family.name not in ADDED:
         return family
     known = {sample.name for sample in family.samples} | _names(family)

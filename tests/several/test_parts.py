@@ -64,6 +64,15 @@ def test_counts_are_added_and_what_all_know_alike_is_not() -> None:
         assert f"\n{line}\n" in text
 
 
+def test_the_page_has_begun_when_the_parent_has_whoever_answers() -> None:
+    """Else each answer of another worker looks like a restart, to the doctor for one."""
+    parent = Page([], [("process_start_time_seconds", (), 100.0)])
+    for own in (101.0, 102.0):
+        family = GaugeMetricFamily("process_start_time_seconds", "x", value=own)
+        assert page_of([family]) == Page([], [])
+        assert "\nprocess_start_time_seconds 100.0\n" in with_others([family], parent, set()).decode()
+
+
 def test_what_only_others_have_counted_is_there_unless_its_replica_is_gone() -> None:
     others = page_of(page(4, 7, replica="b"))
     assert 'attempts_total{replica="b",result="completed"} 4.0' in with_others(page(3, 5), others, {"a", "b"}).decode()

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+from prometheus_client import ProcessCollector
 
 from tests.chaos.rig import EmbeddedReplica, Metrics
 from tests.several.conftest import ADMIN, Several, client_ports, is_alive, until
@@ -84,6 +85,8 @@ def test_totals_are_exact_and_records_whole(several: Several) -> None:
         )
         assert float(seconds) == float(every) == before + REQUESTS
         assert re.findall(r"^warmlane_processes (\S+)$", page, re.M) == [f"{WORKERS}.0"]
+        (started,) = re.findall(r"^process_start_time_seconds (\S+)$", page, re.M)
+        assert float(started) == pytest.approx(start_of(several.process.pid), abs=0.02)
         assert page.count('warmlane_replica_state{replica="http') == 4 * len(several.replicas)
         assert re.findall(r"^warmlane_replica_cache_tokens\{.*\} (\S+)$", page, re.M) != []
 
@@ -128,6 +131,11 @@ def test_a_drain_is_seen_by_all(several: Several) -> None:
             served = {several.chat(f"{n}", client).headers["x-warmlane-replica"] for n, client in enumerate(clients)}
         assert served == {second}
         assert admin.post(f"/warmlane/replicas/{name}/undrain").json()["draining"] is False
+
+
+def start_of(pid: int) -> float:
+    families = ProcessCollector(pid=lambda: pid, registry=None).collect()
+    return next(one.samples[0].value for one in families if one.name == "process_start_time_seconds")
 
 
 def kill_who_showed(several: Several) -> float:
