@@ -114,6 +114,17 @@ def healthy() -> Series:
         of_gateway("warmlane_time_to_first_token_seconds_sum", model="m"): counter(600),
         of_gateway("warmlane_time_to_first_token_seconds_count", model="m"): counter(600),
         requests("completed", "2xx"): counter(1000),
+        GIVEN_UP: gauge(0),
+        PROCESSES: gauge(2),
+        PROCESS_STARTS: gauge(2),
+        PEERS_CONNECTED: gauge(1),
+        ANNOUNCEMENTS_CONNECTED: gauge(1),
+        entries_refused("forged"): counter(0),
+        announcements_refused("forged"): counter(0),
+        LOG_LOST: counter(0),
+        DECISIONS_LOST: counter(0),
+        traces("sent"): counter(600),
+        traces("lost"): counter(0),
         **histogram(
             "warmlane_loop_lag_seconds", 'instance="gateway:8000"', {"0.005": 1200, "0.25": 1200, "+Inf": 1200}
         ),
@@ -156,12 +167,31 @@ def key_refusals(reason: str) -> str:
     return of_gateway("warmlane_key_refusals_total", tenant="none", reason=reason)
 
 
+def entries_refused(reason: str) -> str:
+    return of_gateway("warmlane_peer_entries_refused_total", reason=reason)
+
+
+def announcements_refused(reason: str) -> str:
+    return of_gateway("warmlane_announcements_refused_total", reason=reason)
+
+
+def traces(result: str) -> str:
+    return of_gateway("warmlane_traces_total", result=result)
+
+
 def both(name: str, value: str) -> Series:
     return {of_vllm(name, replica): value for replica in REPLICAS}
 
 
 WAITING = of_gateway("warmlane_waiting_requests")
 SHED = of_gateway("warmlane_shed_total", tenant="none", reason="full")
+GIVEN_UP = of_gateway("warmlane_workers", state="given up")
+PROCESSES = of_gateway("warmlane_processes")
+PROCESS_STARTS = of_gateway("warmlane_process_starts_total")
+PEERS_CONNECTED = of_gateway("warmlane_peers_connected")
+ANNOUNCEMENTS_CONNECTED = of_gateway("warmlane_announcements_connected")
+LOG_LOST = of_gateway("warmlane_log_records_lost_total")
+DECISIONS_LOST = of_gateway("warmlane_decision_records_lost_total")
 REPORTED = of_gateway("warmlane_cached_tokens_total", kind="reported")
 UP_A = f'up{{job="replicas",instance="{REPLICAS[0]}"}}'
 UNEVEN = {
@@ -232,6 +262,53 @@ CASES = (
         4,
         {of_replica("warmlane_replica_available"): vanishes(1)},
         ({of_replica("warmlane_replica_available"): gauge(1, 0)},),
+    ),
+    Case(
+        "WarmlaneGivenUp",
+        "warn",
+        3,
+        {GIVEN_UP: gauge(0, 1)},
+        ({GIVEN_UP: gauge(0, 1, minutes=1)}, {of_gateway("warmlane_workers", state="paused"): gauge(0, 2)}),
+    ),
+    Case(
+        "WarmlaneProcessesEnd",
+        "warn",
+        15,
+        {PROCESS_STARTS: ramp(2, 1)},
+        (
+            {PROCESS_STARTS: gauge(9, 2)},  # the gateway was restarted
+            {PROCESS_STARTS: gauge(2, 5)},
+            {PROCESS_STARTS: gauge(2, 18), PROCESSES: gauge(16)},  # each was told to end, once
+        ),
+        quiet=4,
+    ),
+    Case("WarmlaneRedisLost", "warn", 4, {PEERS_CONNECTED: gauge(1, 0)}, ({PEERS_CONNECTED: gauge(1, 0, minutes=2)},)),
+    Case(
+        "WarmlaneRedisLost",
+        "warn",
+        4,
+        {ANNOUNCEMENTS_CONNECTED: gauge(1, 0)},
+        ({ANNOUNCEMENTS_CONNECTED: gauge(1, 0, minutes=2)},),
+    ),
+    Case(
+        "WarmlaneEntriesRefused",
+        "warn",
+        14,
+        {entries_refused("forged"): counter(0, 60)},
+        ({entries_refused("forged"): gauge(0, 500)}, {entries_refused("repeated"): counter(0, 60)}),
+        quiet=9,
+    ),
+    Case(
+        "WarmlaneEntriesRefused",
+        "warn",
+        14,
+        {announcements_refused("forged"): counter(0, 20)},
+        ({announcements_refused("forged"): gauge(0, 20)}, {announcements_refused("repeated"): counter(0, 20)}),
+        quiet=9,
+    ),
+    *(
+        Case("WarmlaneRecordsLost", "warn", 14, {lost: counter(0, 30)}, ({lost: gauge(0, 300)},), quiet=9)
+        for lost in (LOG_LOST, DECISIONS_LOST, traces("lost"))
     ),
     Case(
         "WarmlaneKvPressure",
