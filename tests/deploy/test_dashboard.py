@@ -13,6 +13,7 @@ import pytest
 import yaml
 
 from gateway.families import FAMILIES
+from gateway.several.totals import ADDED
 from tests.deploy.host import DEPLOY
 
 DASHBOARDS = {path.stem: json.loads(path.read_text()) for path in sorted((DEPLOY / "grafana" / "dashboards").iterdir())}
@@ -48,6 +49,24 @@ def test_labels_are_those_of_the_metrics():
         for by in re.findall(r"by \(([^)]*)\)", query):
             if "warmlane_" in query:
                 assert {label.strip() for label in by.split(",")} <= known | SCRAPED_LABELS
+
+
+ADDED_UP = re.compile(r"\b(?:sum|avg)(?: by \(([^)]*)\))? ?\((warmlane_\w+)")
+
+
+def test_what_every_gateway_says_alike_is_not_added_up():
+    """Two gateways tell of the same replicas: of what each sees whole (`several/totals.py`) the most counts."""
+    whole = {family.name for family in FAMILIES if family.kind == "gauge" and "replica" in family.labels} - ADDED
+    files = (DEPLOY / "prometheus" / "rules").iterdir()
+    rules = [
+        rule["expr"]
+        for file in files
+        for group in yaml.safe_load(file.read_text())["groups"]
+        for rule in group["rules"]
+    ]
+    found = [(by, name) for query in (*QUERIES, *rules) for by, name in ADDED_UP.findall(query)]
+    assert len(found) > 10
+    assert [name for by, name in found if name in whole and "instance" not in by] == []
 
 
 @pytest.fixture

@@ -8,7 +8,6 @@ import itertools
 import json
 import math
 import re
-import socket
 import subprocess
 import sys
 import time
@@ -22,6 +21,7 @@ import yaml
 from tests.deploy.host import DEPLOY, ROOT, Host, run
 from tests.deploy.rule_cases import promtool_tests
 from tests.deploy.test_dashboard import QUERIES
+from tests.redis_server import free_port, redis_server
 
 pytestmark = pytest.mark.deploy
 
@@ -29,6 +29,7 @@ TOOLS = ROOT / ".cache" / "deploy"
 STEPS = (DEPLOY / "install" / "steps.sh").read_text()
 INSTALL_SECONDS = 600.0
 SHOW_SECONDS = 90.0
+START_SECONDS = 60.0
 STOP_SECONDS = 30.0
 
 
@@ -73,6 +74,7 @@ EMPTY = {
     "ALERTS": "no alert fires",
     'warmlane_upstream_attempts_total{result!~"completed|client_left|rejected"}': "no flight fails",
     "warmlane_replays_total": "no replica is lost",
+    "warmlane_tenant_waiting_requests": "nobody waits",
     "baseline_1d": "an hour of traffic comes first",
 }
 """Queries with these have no answer in the fleet of the test, and why."""
@@ -86,43 +88,75 @@ keys_file = "keys.toml"
 required = true
 [routing]
 shadow = ["least-work"]
+[redis]
+url = "{redis}"
+[discovery]
+redis = true
+[admin]
+allow = ["127.0.0.0/8"]
+[tracing]
+endpoint = "http://127.0.0.1:9"
 """
+"""Nobody takes the traces, so they are counted as lost."""
 
 
 @pytest.fixture
-def prometheus(tmp_path: Path) -> Iterator[tuple[str, str, str]]:
-    """A Prometheus with the configuration of the compose file and the gateway that it asks: URLs; a replica."""
-    (tmp_path / "warmlane.toml").write_text(CONFIG)
+def fleet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[list[str], list[str]]]:
+    """Gateways and replicas: `warmlane up`, and one of two processes beside it, which share a Redis."""
+    monkeypatch.setenv("WARMLANE_REDIS_SECRET", "0" * 64)
+    config = tmp_path / "warmlane.toml"
     (tmp_path / "keys.toml").write_text(
         "\n".join(
             f'[[keys]]\nname = "{name}"\nsha256 = "{hashlib.sha256(name.encode()).hexdigest()}"\n{limits}'
             for name, limits in KEYS.items()
         )
     )
-    up = [sys.executable, "-c", "from gateway.cli import main; main()", "up", "--port", "0"]
-    with started([*up, "--config", str(tmp_path / "warmlane.toml")]) as output:
-        greeting = next(line for line in output if "serves" in line)
-        gateway, *replicas = re.findall(r"http://([0-9.:]+\d)", greeting)
-        config = yaml.safe_load((DEPLOY / "prometheus" / "prometheus.yml").read_text())
-        config["global"] = {"scrape_interval": "1s", "evaluation_interval": "1s"}
-        config["rule_files"] = [str(tmp_path / "*.yml")]
-        for job, targets in zip(config["scrape_configs"], ([gateway], replicas), strict=True):
-            job.pop("dns_sd_configs", None)
-            job["static_configs"] = [{"targets": targets}]
-        config["scrape_configs"][0]["authorization"] = {"credentials": "metrics"}
-        for file in (DEPLOY / "prometheus" / "rules").iterdir():
-            (tmp_path / file.name).write_text(file.read_text().replace("interval: 1m", "interval: 1s"))
-        path = tmp_path / "prometheus.yaml"
-        path.write_text(yaml.safe_dump(config))
-        port = free_port()
-        listens = f"127.0.0.1:{port}"
-        command = [str(TOOLS / "prometheus"), f"--config.file={path}", f"--web.listen-address={listens}"]
-        with started([*command, f"--storage.tsdb.path={tmp_path}/series"]):
-            yield f"http://{listens}", f"http://{gateway}", replicas[0]
+    command = [sys.executable, "-c", "from gateway.cli import main; main()"]
+    with redis_server(tmp_path) as redis:
+        config.write_text(CONFIG.replace("{redis}", redis.url))
+        with started([*command, "up", "--port", "0", "--config", str(config)]) as output:
+            greeting = next(line for line in output if "serves" in line)
+            first, *replicas = re.findall(r"http://([0-9.:]+\d)", greeting)
+            second = f"127.0.0.1:{free_port()}"
+            serve = ["serve", "--workers", "2", "--port", second.split(":")[1], "--config", str(config)]
+            with started([*command, *serve, *(f"--replica=http://{replica}" for replica in replicas)]):
+                wait_until_ready(f"http://{second}")
+                yield [first, second], replicas
 
 
-def test_every_panel_shows_something_under_traffic(prometheus):
-    url, gateway, replica = prometheus
+def wait_until_ready(gateway: str) -> None:
+    until = time.monotonic() + START_SECONDS
+    while True:
+        with contextlib.suppress(httpx.TransportError):
+            if httpx.get(f"{gateway}/ready").status_code == 200:
+                return
+        assert time.monotonic() < until, "the second gateway does not become ready"
+        time.sleep(0.1)
+
+
+@pytest.fixture
+def prometheus(fleet: tuple[list[str], list[str]], tmp_path: Path) -> Iterator[str]:
+    """The URL of one with the configuration of the compose file."""
+    config = yaml.safe_load((DEPLOY / "prometheus" / "prometheus.yml").read_text())
+    config["global"] = {"scrape_interval": "1s", "evaluation_interval": "1s"}
+    config["rule_files"] = [str(tmp_path / "*.yml")]
+    for job, targets in zip(config["scrape_configs"], fleet, strict=True):
+        job.pop("dns_sd_configs", None)
+        job["static_configs"] = [{"targets": targets}]
+    config["scrape_configs"][0]["authorization"] = {"credentials": "metrics"}
+    for file in (DEPLOY / "prometheus" / "rules").iterdir():
+        (tmp_path / file.name).write_text(file.read_text().replace("interval: 1m", "interval: 1s"))
+    path = tmp_path / "prometheus.yaml"
+    path.write_text(yaml.safe_dump(config))
+    listens = f"127.0.0.1:{free_port()}"
+    command = [str(TOOLS / "prometheus"), f"--config.file={path}", f"--web.listen-address={listens}"]
+    with started([*command, f"--storage.tsdb.path={tmp_path}/series"]):
+        yield f"http://{listens}"
+
+
+def test_every_panel_shows_something_under_traffic(fleet, prometheus):
+    (gateways, (replica, *_)), url = fleet, prometheus
+    gateway, other = (f"http://{one}" for one in gateways)
     prompts = ["".join(f"{first}{number} " for number in range(1000)) for first in range(4)]
     due = [query for query in QUERIES if not any(name in query for name in EMPTY)]
     assert len(due) > len(QUERIES) - 6
@@ -130,6 +164,7 @@ def test_every_panel_shows_something_under_traffic(prometheus):
     for prompt in itertools.cycle(prompts):
         assert time.monotonic() < deadline, due
         assert ask(gateway, "acme", prompt) == 200
+        assert ask(other, "acme", prompt) == 200
         assert ask(gateway, "small", prompt) in (200, 429)
         assert ask(gateway, "nobody", prompt) == 401
         due = [query for query in due if not values(url, filled(query, "10s", replica))]
@@ -163,15 +198,11 @@ def started(command: list[str]) -> Iterator[Iterator[str]]:
     )
     assert program.stdout is not None
     with program.stdout:
-        yield program.stdout
-        program.terminate()
-        assert program.wait(STOP_SECONDS) == 0
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+        try:
+            yield program.stdout
+        finally:
+            program.terminate()
+            assert program.wait(STOP_SECONDS) == 0
 
 
 # -- compose
