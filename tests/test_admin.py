@@ -22,8 +22,10 @@ import pytest
 
 from gateway import app
 from gateway.admin_key import AdminKey, read_admin_key
+from gateway.assembly import Gateway
 from gateway.cli import main
 from gateway.config import Admin, Config, ConfigError, Discovery, Feeds, Replica, Server, load
+from gateway.control import build_api
 from gateway.operate import table
 from tests.proxy.certificates import Authority
 from tests.proxy.conftest import eventually, until_ready
@@ -196,8 +198,8 @@ async def test_without_configuration_there_is_nothing_that_changes_state() -> No
     """O-23: admin is off by default."""
     async with ScriptedReplica().running() as replica:
         config = Config(server=Server(port=0, log="off"), replicas=[Replica(url=replica.url)])
-        gateway = app.Gateway(config, asyncio.get_running_loop())
-        transport = httpx.ASGITransport(app.build_api(gateway))
+        gateway = Gateway(config, asyncio.get_running_loop())
+        transport = httpx.ASGITransport(build_api(gateway))
         async with gateway.run_beside(), httpx.AsyncClient(transport=transport, base_url="http://gateway") as client:
             await until_ready(client, 1)
             for method, path in CHANGES:

@@ -21,8 +21,9 @@ import msgspec
 import pytest
 import uvicorn
 
-from gateway import app
+from gateway.assembly import Gateway
 from gateway.config import Config, Server, Upstream
+from gateway.control import build_api
 from gateway.core import holding
 from gateway.core.admission import Admitted, Release, Shed, Waiting
 from gateway.core.flight import Flight
@@ -34,6 +35,7 @@ from gateway.proxy import http_client
 from gateway.proxy.control_connection import ControlConnection
 from gateway.proxy.front_door import FrontDoor
 from gateway.proxy.gate import Gate
+from gateway.server import Server as ControlServer
 from gateway.stop_signals import StopSignals
 from gateway.telemetry import Telemetry
 from loadtests.simulator import KEY_BYTES_PER_TOKEN, Fleet, Simulator, Trip
@@ -153,7 +155,7 @@ class HandMovedLoop:
 # ---- the live side -------------------------------------------------------------------------------------------------
 
 
-class HandDriven(app.Gateway):
+class HandDriven(Gateway):
     """The gateway's own objects, with a router and a clock that are given."""
 
     def __init__(self, config: Config, router: Router, time: HandMovedLoop) -> None:
@@ -174,9 +176,9 @@ async def listening(gateway: HandDriven, mode: str) -> AsyncIterator[int]:
     http: Any = functools.partial(ControlConnection, gateway.config.server, gateway.door.places)
     if mode == "fast":
         http = functools.partial(http_client.ClientConnection, gateway.door)
-    config = uvicorn.Config(app.build_api(gateway), http=http, ws="none", lifespan="off", log_level="error")
+    config = uvicorn.Config(build_api(gateway), http=http, ws="none", lifespan="off", log_level="error")
     ready = asyncio.Event()
-    server = app.Server(config, gateway, ready.set, StopSignals())
+    server = ControlServer(config, gateway, ready.set, StopSignals())
     serving = asyncio.create_task(server.serve(sockets=[sock]))
     try:
         await asyncio.wait_for(ready.wait(), 10)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from gateway.app import Gateway
+from gateway.assembly import Gateway
 from gateway.config import Config, Server
 from gateway.config import Upstream as UpstreamConfig
 from gateway.core.model import ReplicaId, RouteRequest

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from gateway.app import decision_log
+from gateway.assembly import decision_log
 from gateway.cli import main
 from gateway.config import Config, ConfigError, Server, load
 from loadtests.traces import read

@@ -13,10 +13,12 @@ import msgspec
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from gateway import app
+from gateway.assembly import Gateway
 from gateway.config import Config, Feeds, Replica, Routing, Server
+from gateway.control import build_api
 from gateway.core.model import Decision
 from gateway.request_log import RequestRecord
+from gateway.views import explained
 from tests.proxy.conftest import RunningGateway, eventually, running_gateway, until_ready
 from tests.proxy.scripted import Exchange, ScriptedReplica
 
@@ -51,7 +53,7 @@ Output = pytest.CaptureFixture[bytes]
 class Watched:
     """A gateway in this process: its decisions and records as they come, over real connections to its replicas."""
 
-    def __init__(self, gateway: app.Gateway, client: httpx.AsyncClient, output: Output) -> None:
+    def __init__(self, gateway: Gateway, client: httpx.AsyncClient, output: Output) -> None:
         self.gateway = gateway
         self.client = client
         self.decisions: list[Decision] = []
@@ -89,8 +91,8 @@ async def watched(output: Output, *replicas: ScriptedReplica, **routing: Any) ->
         routing=Routing(**routing),
         feeds=Feeds(probe_interval_seconds=0.1, scrape_interval_seconds=0.1, tokenize=False),
     )
-    gateway = app.Gateway(config, asyncio.get_running_loop())
-    transport = httpx.ASGITransport(app.build_api(gateway))
+    gateway = Gateway(config, asyncio.get_running_loop())
+    transport = httpx.ASGITransport(build_api(gateway))
     async with gateway.run_beside(), httpx.AsyncClient(transport=transport, base_url="http://gateway") as client:
         await until_ready(client, len(replicas))
         await eventually(lambda: all(one.load for one in gateway.router.statistics(gateway.clock()).replicas))
@@ -100,7 +102,7 @@ async def watched(output: Output, *replicas: ScriptedReplica, **routing: Any) ->
 async def check(said: dict[str, Any], watched: Watched, response: httpx.Response) -> None:
     """The dry run against the decision, the headers and the record of the request that followed it."""
     decision, record = watched.decisions[-1], await watched.record(response)
-    assert said == app.explained(decision)  # every replica's cost, part by part
+    assert said == explained(decision)  # every replica's cost, part by part
     for candidate in said["ranking"]:
         assert sum(candidate["parts"].values()) == pytest.approx(candidate["total_seconds"])
     assert response.headers["x-warmlane-replica"] == said["replica"] == record.replica

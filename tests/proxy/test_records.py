@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from gateway.app import FLUSH_SECONDS
+from gateway.assembly import FLUSH_SECONDS
 from gateway.request_log import RequestRecord
 from tests.proxy.conftest import RunningGateway, eventually, running_gateway
 from tests.proxy.scripted import Exchange, ScriptedReplica
