@@ -53,7 +53,8 @@ class Here:
 
     def commands(self, title: str) -> list[list[str]]:
         (block,) = blocks(section(title), "sh")
-        return [shlex.split(line, comments=True) for line in self.text(block).splitlines() if "warmlane " in line]
+        lines = [line.removesuffix(" &") for line in self.text(block).splitlines()]
+        return [shlex.split(line, comments=True) for line in lines if "warmlane " in line]
 
     def start(self, command: list[str]) -> Path:
         """Returns what it writes to its standard error."""

@@ -90,6 +90,8 @@ class Frame(Struct):
     replicas: list[Replica]
     decisions: list[Decision]
     """New ones, newest first."""
+    process: str = ""
+    """Whose picture it is, where several serve."""
     whole: bool = False
     left_out: int = 0
     ended: list[Ended] = []

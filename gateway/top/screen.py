@@ -100,7 +100,8 @@ class Screen:
     def _head(self, width: int) -> list[Line]:
         picture, frame = self._picture, self._picture.frame
         running = seconds(max(0.0, frame.at - frame.started))
-        title = Line().add("Warmlane ", HEADING).add(f"{frame.version}, {frame.policy}, up {running}  ")
+        title = Line().add("Warmlane ", HEADING).add(f"{frame.version}, {frame.policy}, up {running}")
+        title.add(f", {frame.process} alone" if frame.process else "", "yellow").add("  ")
         if picture.lost:
             title.add(f"No connection since {clock(frame.at)}, trying again: {picture.lost}", WRONG)
         else:

@@ -193,12 +193,18 @@ def test_without_an_admin_listener_it_says_how_to_drain() -> None:
     assert "--admin" in view.note
 
 
+def test_one_of_several_workers_says_whose_picture_it_is() -> None:
+    assert "alone" not in Shown().lines()[0]
+    assert ", worker 2 of 4 alone  live " in Shown(process="worker 2 of 4").lines()[0]
+
+
 def test_nothing_that_others_call_themselves_is_obeyed() -> None:
     evil = "\x1b]0;owned\x07\x1b[2J\u202e\u200b\x9b31m\r\n"
     bad = candidate(f"http://{evil}", parts={evil: 1.0})
     shown = Shown(
         version=evil,
         policy=evil,
+        process=evil,
         replicas=[replica(0, replica=f"http://{evil}", engine=evil, health=evil, last_failure=evil, models=[evil])],
         decisions=[
             decision(1, request_id=evil, route=evil, model=evil, tenant=evil, reason=evil, replica=evil, why=evil)

@@ -62,6 +62,19 @@ def test_the_sentences_beside_the_commands_are_true(capsys: pytest.CaptureFixtur
     assert measured["weights_source"] == "measured"
 
 
+def test_gpt_oss_120b_fits_where_the_table_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    counts = {"one": 1, "two": 2, "four": 4}
+    for gpus, _ in rows(HARDWARE.partition("## Which GPU for gpt-oss-120b")[2].partition("\n## ")[0]):
+        for gpu in names(gpus):
+            for count in (number for word, number in counts.items() if word in gpus.rpartition(":")[2]):
+                command = f".venv/bin/warmlane plan --model openai/gpt-oss-120b --gpu {gpu} --count {count}"
+                plan = json.loads(run(command, capsys, "--json"))
+                assert plan["fits"], command
+                if (gpu, count) in (("a100-80", 2), ("a100-80", 4)):
+                    assert (plan["tensor_parallel"], plan["replicas"]) == (2, count // 2)
+                    assert int(plan["concurrent_requests"]) == 27
+
+
 def test_every_gpu_model_and_finding_is_documented_and_no_other() -> None:
     models, gpus = re.search(r"^Models: (.*?)GPUs: (.*?)^$", HARDWARE, re.M | re.S).groups()  # type: ignore[union-attr]
     assert names(gpus) == list(GPUS)
