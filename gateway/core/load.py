@@ -5,6 +5,9 @@ uncached prompt tokens are *pending* until its first token, and its whole prompt
 prefill at the head of the queue is taken to advance at the learned rate; it is never believed finished before its first
 token is seen.
 
+Where other gateways send to the replica too, the queue is theirs as well: each tells all that it has pending, its head,
+and when it saw a first token, and nobody counts progress by himself (`core.sharing`).
+
 A load snapshot adds only what we cannot know: *foreign* requests, those that it counts beyond our own, and its KV
 usage. It ages: foreign requests fade, and after some missed scrapes nothing of it is believed. Unknown is `None`, not
 zero.
@@ -16,7 +19,7 @@ from collections import deque
 from math import exp2
 
 from gateway.core.model import LoadSnapshot
-from gateway.core.sharing import PeerLoads
+from gateway.core.sharing import FIRST_TOKEN_SECONDS, PeerLoads
 
 FOREIGN_HALF_LIFE_SECONDS = 2.0
 """Foreign requests seen once count half after this: a request lasts seconds, and a fresh scrape comes each half
@@ -59,6 +62,7 @@ class Load:
 
     __slots__ = (
         "_ends",
+        "_first_token_at",
         "_foreign",
         "_head_since",
         "_interval",
@@ -84,6 +88,7 @@ class Load:
         self._pending: dict[Booking, None] = {}  # in order of sending
         self._pending_tokens = 0.0
         self._head_since = 0.0
+        self._first_token_at = float("-inf")
         self._foreign: float | None = None
         self._interval = ASSUMED_INTERVAL_SECONDS
         self._ends: deque[float] = deque(maxlen=RECENT_ENDS)
@@ -112,7 +117,7 @@ class Load:
         if booking in pending:
             del pending[booking]
             self._pending_tokens = self._pending_tokens - booking.uncached_tokens if pending else 0.0
-            self._head_since = now
+            self._head_since = self._first_token_at = now
 
     def release(self, booking: Booking, now: float, ran: bool) -> None:
         """The flight ended; `ran`: to its natural end, so that its duration says something."""
@@ -125,10 +130,11 @@ class Load:
 
     def queued_tokens(self, now: float, prefill_rate: float) -> float:
         """Uncached tokens of all gateways' flights that are not prefilled yet."""
-        own = self.own_queued_tokens(now, prefill_rate)
-        return own if self.peers is None else own + self.peers.pending_tokens(now, prefill_rate)
+        if self.peers is None:
+            return self._own_queued_tokens(now, prefill_rate)
+        return self._shared_queue(self.peers, now, prefill_rate)[0]
 
-    def own_queued_tokens(self, now: float, prefill_rate: float) -> float:
+    def _own_queued_tokens(self, now: float, prefill_rate: float) -> float:
         """Uncached tokens of our flights that are not prefilled yet, if it works at that rate; and if the one at the
         head is late, as much more as it would have done since: what is late is likely to be late as long again."""
         pending = self._pending
@@ -145,13 +151,49 @@ class Load:
             self.prefilled(head, since)
         return 0.0
 
+    def _shared_queue(self, peers: PeerLoads, now: float, prefill_rate: float) -> tuple[float, float]:
+        """The same where other gateways send there too, and how much of it is behind the head: the replica has one
+        queue, and is at work on what any of them sent first, since any of them saw its last first token."""
+        others, fading, first = peers.pending(now, prefill_rate)
+        pending = self._pending
+        while pending or first is not None:
+            own = next(iter(pending)) if pending else None
+            if own is not None and (first is None or own.started_at <= first.head_at):
+                sent_at, tokens = own.started_at, own.uncached_tokens
+            else:
+                assert first is not None
+                own, sent_at, tokens = None, first.head_at, first.fact.head_tokens
+            since = max(sent_at, self._first_token_at, peers.first_token_at)
+            done = (now - since) * prefill_rate
+            behind = fading + max(0.0, self._pending_tokens + others - tokens)
+            if done < tokens:
+                return behind + tokens - max(0.0, done), behind
+            if own is None or own.streams:
+                return behind + max(0.0, done - tokens - LATE_SECONDS * prefill_rate), behind
+            self.prefilled(own, since + tokens / prefill_rate)
+        return fading, fading
+
+    def pending(self, now: float, prefill_rate: float) -> tuple[float, float, float, float | None]:
+        """Of our flights alone, for others: tokens that are pending, those of the first flight among them and for how
+        many seconds, and how many ago a first token was seen last, if that is news."""
+        self.queued_tokens(now, prefill_rate)  # those that nobody tells of are over when it is time
+        head = next(iter(self._pending)) if self._pending else None
+        seen = now - self._first_token_at
+        news = seen if seen < FIRST_TOKEN_SECONDS else None
+        if head is None:
+            return 0.0, 0.0, 0.0, news
+        return self._pending_tokens, head.uncached_tokens, now - head.started_at, news
+
     def seconds_until(self, tokens: float, now: float, prefill_rate: float) -> float | None:
         """How long until no more than so many tokens are queued by the passing of time alone; `None`: it will not be,
         a first token must be seen before."""
-        queued = self.queued_tokens(now, prefill_rate)
+        if self.peers is not None:
+            queued, behind = self._shared_queue(self.peers, now, prefill_rate)
+        else:
+            queued = self._own_queued_tokens(now, prefill_rate)
+            behind = self._pending_tokens - next(iter(self._pending)).uncached_tokens if self._pending else 0.0
         if queued <= tokens:
             return 0.0
-        behind = self._pending_tokens - next(iter(self._pending)).uncached_tokens if self._pending else 0.0
         return (queued - tokens) / prefill_rate if behind <= tokens else None
 
     def pending_tokens(self, now: float, prefill_rate: float) -> float:

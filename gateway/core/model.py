@@ -186,9 +186,17 @@ class PeerReported:
     peer: str
     in_flight: int
     pending_tokens: float
+    """Uncached tokens of its requests that had no first token yet, all of them: how far the replica has come with them
+    depends on everybody's."""
     running_tokens: float
     """KV cache that its requests in flight hold."""
     ejected: bool = False
+    head_tokens: float = 0.0
+    """Of the pending request that it sent first."""
+    head_seconds: float = 0.0
+    """Since it sent that one."""
+    first_token_seconds: float | None = None
+    """Since it last saw a first token from there, if that is news."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -179,13 +179,17 @@ class Replica:
     def report_to_peers(self, name: str, now: float) -> PeerReported:
         """Our own part of its load alone."""
         block_tokens = self._block_bytes / self._bytes_per_token
+        tokens, head_tokens, head_seconds, first_token_seconds = self.load.pending(now, self.rate.value)
         return PeerReported(
             self.id,
             name,
             self.load.in_flight,
-            self.load.own_queued_tokens(now, self.rate.value),
+            tokens,
             self.index.live * block_tokens + ANSWER_TOKENS * self.load.in_flight,
             self.health.state is HealthState.EJECTED,
+            head_tokens,
+            head_seconds,
+            first_token_seconds,
         )
 
     def running_tokens(self, block_tokens: float, now: float) -> float:

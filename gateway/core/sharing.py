@@ -33,6 +33,11 @@ REPORT_SECONDS = 3.0
 idles."""
 IDLE_REPORT_SECONDS = 1.0
 """A report that says the same as the one before is sent so often."""
+FIRST_TOKEN_SECONDS = 0.25
+"""A first token is reported for ten rounds, of which one may well arrive; then an idle gateway repeats itself."""
+SILENT_SECONDS = 0.5
+"""A gateway with prefill pending reports in each round. One that is silent for so long is gone, or cut off: what it had
+pending holds nobody else up any more, and is taken to be done at the pace of the replica."""
 
 
 class Journal:
@@ -131,20 +136,23 @@ def credible(facts: Iterable[PeerFact], age_seconds: float) -> list[PeerFact]:
 class Report:
     """The last word of one other gateway about one replica, and when it came."""
 
-    __slots__ = ("at", "fact")
+    __slots__ = ("at", "fact", "head_at")
 
     def __init__(self, fact: PeerReported, at: float) -> None:
         self.fact = fact
         self.at = at
+        self.head_at = at - fact.head_seconds
 
 
 class PeerLoads:
     """What other gateways have booked at one replica."""
 
-    __slots__ = ("_reports",)
+    __slots__ = ("_reports", "first_token_at")
 
     def __init__(self) -> None:
         self._reports: dict[str, Report] = {}
+        self.first_token_at = float("-inf")
+        """The last one that any of them saw."""
 
     def __repr__(self) -> str:
         return f"<PeerLoads of {len(self._reports)} gateways>"
@@ -153,6 +161,8 @@ class PeerLoads:
         """Replaces the gateway's last one. Returns whether that gateway has just ejected the replica."""
         before = self._reports.get(fact.peer)
         self._reports[fact.peer] = Report(fact, now)
+        if fact.first_token_seconds is not None:
+            self.first_token_at = max(self.first_token_at, now - fact.first_token_seconds)
         if before is None:  # somebody new: a good time to forget who is gone
             self._reports = {peer: one for peer, one in self._reports.items() if now - one.at <= REPORT_SECONDS}
         return fact.ejected and not (before is not None and before.fact.ejected)
@@ -163,10 +173,20 @@ class PeerLoads:
     def running_tokens(self, now: float) -> float:
         return sum([one.fact.running_tokens for one in self._reports.values() if now - one.at <= REPORT_SECONDS])
 
-    def pending_tokens(self, now: float, prefill_rate: float) -> float:
-        """Less what the replica has prefilled since each report."""
-        total = 0.0
+    def pending(self, now: float, prefill_rate: float) -> tuple[float, float, Report | None]:
+        """Uncached tokens of all that have no first token yet, what is left of those of silent gateways, were the
+        replica at work on nothing else, and the report with the one among the former that was sent first."""
+        tokens = fading = 0.0
+        first = None
         for one in self._reports.values():
-            if (age := now - one.at) <= REPORT_SECONDS:
-                total += max(0.0, one.fact.pending_tokens - max(0.0, age) * prefill_rate)
-        return total
+            pending = one.fact.pending_tokens
+            if not pending:
+                continue
+            age = now - one.at
+            if age <= SILENT_SECONDS:
+                tokens += pending
+                if first is None or one.head_at < first.head_at:
+                    first = one
+            elif age <= REPORT_SECONDS:
+                fading += max(0.0, pending - age * prefill_rate)
+        return tokens, fading, first

@@ -26,6 +26,8 @@ Place = Annotated[int, Meta(ge=0, lt=4_096)]
 """Of a replica in the entry's list."""
 Count = Annotated[int, Meta(ge=0, le=1_000_000)]
 Tokens = Annotated[int, Meta(ge=0, le=10**12)]
+Millis = Annotated[int, Meta(ge=0, le=10**9)]
+"""Since something, twelve days at most."""
 Url = Annotated[str, Meta(max_length=512)]
 Id = Annotated[str, Meta(min_length=1, max_length=512)]
 Tenant = Annotated[str, Meta(max_length=512)]
@@ -38,7 +40,7 @@ Spent = Annotated[int, Meta(ge=-2 * MOST_TOLD, le=2 * MOST_TOLD)]
 class Facts(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
     replicas: Annotated[list[Url], Meta(max_length=4_096)]
     sent: list[tuple[Place, Blocks]]
-    reports: list[tuple[Place, Count, Tokens, Tokens, bool]]
+    reports: list[tuple[Place, Count, Tokens, Tokens, bool, Tokens, Millis, Millis | None]]
     stored: list[tuple[Place, Id, Tenant]]
     keys: Annotated[list[tuple[KeyName, Spent, Spent, Count | None]], Meta(max_length=2 * MAX_TOLD)] = []
 
@@ -100,7 +102,9 @@ def wire_of(facts: Sequence[PeerFact], uses: Sequence[KeyUse] = ()) -> Facts:
                 wire.sent.append((place, bytes_of(blocks)))
             case PeerReported():
                 tokens = round(fact.pending_tokens), round(fact.running_tokens)
-                wire.reports.append((place, fact.in_flight, *tokens, fact.ejected))
+                head = round(fact.head_tokens), millis(fact.head_seconds)
+                seen = None if fact.first_token_seconds is None else millis(fact.first_token_seconds)
+                wire.reports.append((place, fact.in_flight, *tokens, fact.ejected, *head, seen))
             case PeerStored(id=id, tenant=tenant):
                 wire.stored.append((place, id, tenant))
     wire.replicas = list(places)
@@ -112,11 +116,15 @@ def facts_of(wire: Facts, peer: str) -> list[PeerFact]:
     replicas = [ReplicaId(url) for url in wire.replicas]
     facts: list[PeerFact] = [PeerSent(replicas[place], blocks_of(data)) for place, data in wire.sent]
     facts += [PeerStored(replicas[place], id, tenant) for place, id, tenant in wire.stored]
-    facts += [
-        PeerReported(replicas[place], peer, in_flight, pending_tokens, running_tokens, ejected)
-        for place, in_flight, pending_tokens, running_tokens, ejected in wire.reports
-    ]
+    for place, in_flight, pending, running, ejected, head, since_sent, since_seen in wire.reports:
+        seen = None if since_seen is None else since_seen / 1e3
+        replica, ago = replicas[place], since_sent / 1e3
+        facts.append(PeerReported(replica, peer, in_flight, pending, running, ejected, head, ago, seen))
     return facts
+
+
+def millis(seconds: float) -> int:
+    return max(0, round(1e3 * seconds))
 
 
 def uses_of(wire: Facts) -> list[KeyUse]:

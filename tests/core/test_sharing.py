@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from random import Random
+
+import pytest
+
 from gateway.core.health import Health
+from gateway.core.load import Booking, Load
 from gateway.core.model import (
     BlockHash,
     Decision,
@@ -20,15 +26,19 @@ from gateway.core.model import (
 from gateway.core.router import Router
 from gateway.core.settings import RoutingSettings
 from gateway.core.sharing import (
+    FIRST_TOKEN_SECONDS,
     IDLE_REPORT_SECONDS,
     MAX_JOURNAL_BLOCKS,
     MAX_JOURNAL_STORED,
     REPORT_SECONDS,
     ROUND_BUNDLES,
+    SILENT_SECONDS,
     Journal,
     Outbox,
+    PeerLoads,
     credible,
 )
+from gateway.feeds.peer_entries import facts_of, wire_of
 
 A, B = ReplicaId("http://a:8000"), ReplicaId("http://b:8000")
 
@@ -261,3 +271,92 @@ def test_what_is_warm_is_never_given_up_for_agreement() -> None:
         replica = (A, B)[first % 2]
         one.observe(PeerSent(replica, prompt(first).blocks), 1.0)
         assert one.decide(prompt(first), 1.1).replica == replica
+
+
+RATE = 10_000.0
+
+
+def told(load: Load, name: str, now: float) -> PeerReported:
+    tokens, head_tokens, head_seconds, first_token_seconds = load.pending(now, RATE)
+    return PeerReported(A, name, load.in_flight, tokens, 0.0, False, head_tokens, head_seconds, first_token_seconds)
+
+
+def tell(loads: Sequence[Load], now: float) -> None:
+    """Each hears what all others have booked."""
+    for hearing in loads:
+        for number, telling in enumerate(loads):
+            if telling is not hearing:
+                if hearing.peers is None:
+                    hearing.peers = PeerLoads()
+                hearing.peers.report(told(telling, f"gateway-{number}", now), now)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_gateways_that_hear_at_once_see_the_queue_that_one_would_see(seed: int) -> None:
+    random, now = Random(seed), 0.0
+    one, several = Load(), [Load() for _ in range(4)]
+    flights: list[tuple[Load, Booking, Booking]] = []
+    for _ in range(200):
+        now += random.choice((0.001, 0.02, 0.2, 1.0))
+        tokens = float(random.randrange(6_000))
+        if len(flights) < 8 and random.random() < 0.5:
+            load = random.choice(several)
+            flights.append((load, one.book(9_000.0, tokens, now), load.book(9_000.0, tokens, now)))
+        elif flights:
+            load, alone, shared = flights[0 if random.random() < 0.8 else random.randrange(len(flights))]
+            one.prefilled(alone, now)
+            load.prefilled(shared, now)
+            if random.random() < 0.7:
+                flights.remove((load, alone, shared))
+                one.release(alone, now, ran=True)
+                load.release(shared, now, ran=True)
+        tell(several, now)
+        later = now + random.choice((0.0, 0.1, 0.4))
+        limit = random.choice((0.0, 500.0, 4_000.0))
+        for load in several:
+            assert load.queued_tokens(later, RATE) == pytest.approx(one.queued_tokens(later, RATE))
+            assert load.seconds_until(limit, later, RATE) == pytest.approx(one.seconds_until(limit, later, RATE))
+
+
+def test_two_gateways_do_not_count_the_same_progress_twice() -> None:
+    here, there = Load(), Load()
+    there.book(9_000.0, 4_000.0, 0.0)
+    here.book(9_000.0, 4_000.0, 0.01)
+    tell([here, there], 0.1)
+    assert here.queued_tokens(0.3, RATE) == pytest.approx(5_000.0)
+    assert there.queued_tokens(0.3, RATE) == pytest.approx(5_000.0)
+
+
+def test_who_is_silent_holds_nobody_up() -> None:
+    here, there = Load(), Load()
+    there.book(9_000.0, 12_000.0, 0.0)
+    tell([here, there], 0.0)
+    assert here.queued_tokens(SILENT_SECONDS, RATE) == pytest.approx(7_000.0)
+    assert here.queued_tokens(1.0, RATE) == pytest.approx(2_000.0)
+    assert here.queued_tokens(2.0, RATE) == 0.0
+    here.book(9_000.0, 4_000.0, 2.0)
+    assert here.queued_tokens(2.1, RATE) == pytest.approx(3_000.0)
+
+
+def test_what_nobody_tells_the_end_of_is_over_in_time_among_others_too() -> None:
+    here, there = Load(), Load()
+    here.book(9_000.0, 1_000.0, 0.0, streams=False)
+    there.book(9_000.0, 4_000.0, 0.0)
+    tell([here, there], 0.0)
+    assert here.queued_tokens(0.2, RATE) == pytest.approx(3_000.0)
+
+
+def test_an_idle_gateway_repeats_itself_soon() -> None:
+    """Reports that are alike are not sent."""
+    load = Load()
+    load.release(load.book(9_000.0, 1_000.0, 0.0), 0.1, ran=True)
+    assert told(load, "one", 0.2) != told(load, "one", 0.225)
+    assert told(load, "one", 0.11 + FIRST_TOKEN_SECONDS) == told(load, "one", 0.135 + FIRST_TOKEN_SECONDS)
+
+
+def test_a_report_comes_over_as_it_is() -> None:
+    facts = [
+        PeerReported(A, "other", 3, 5_000.0, 7_000.0, True, 2_000.0, 0.125, None),
+        PeerReported(B, "other", 0, 0.0, 0.0, False, 0.0, 0.0, 0.031),
+    ]
+    assert facts_of(wire_of(facts), "other") == facts
