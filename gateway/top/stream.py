@@ -71,7 +71,7 @@ async def connection(client: httpx.AsyncClient, url: str) -> AsyncIterator[Frame
     except NotAFrame as error:
         raise Unanswered(f"{address}: not what a Warmlane gateway of this version says: {error}") from error
     except (httpx.HTTPError, httpx.InvalidURL) as error:
-        raise Unanswered(f"{address}: {str(error) or type(error).__name__}") from error
+        raise Unanswered(f"{address}: {cause_of(error)}") from error
 
 
 async def events(answer: httpx.Response) -> AsyncIterator[bytes]:
@@ -82,6 +82,16 @@ async def events(answer: httpx.Response) -> AsyncIterator[bytes]:
             raise NotAFrame("it has no end")
         for event in whole:
             yield event
+
+
+def cause_of(error: Exception) -> str:
+    """What the system said, where the HTTP client says only that it has tried all addresses."""
+    link: BaseException | None = error
+    while link is not None:
+        if isinstance(link, OSError) and link.errno is not None:
+            return str(link)
+        link = link.__cause__ or link.__context__
+    return str(error) or type(error).__name__
 
 
 async def refused(address: str, answer: httpx.Response) -> Unanswered:

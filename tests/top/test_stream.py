@@ -66,6 +66,11 @@ async def test_nobody_there(url: str) -> None:
         await anext(frames(url, None))
 
 
+async def test_the_cause_is_what_the_system_said() -> None:
+    with pytest.raises(Unanswered, match=r"\[Errno \d+\]"):
+        await anext(frames("http://127.0.0.1:1", None))
+
+
 async def test_it_comes_back_and_says_what_it_waits_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stream, "FIRST_WAIT_SECONDS", 0.001)
     answers = Answers(
