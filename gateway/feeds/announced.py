@@ -9,8 +9,7 @@ from collections.abc import Awaitable, Callable, Mapping
 
 from gateway.core.model import ReplicaId
 from gateway.feeds.announcements import MAX_ANNOUNCEMENTS, Announcement, Ledger, replica_key, set_key
-from gateway.feeds.peers import in_short
-from gateway.feeds.redis_link import RedisLink
+from gateway.feeds.redis_link import RedisLink, in_short
 from gateway.feeds.sealing import SENDER_BYTES
 from gateway.series import AnnouncementSeries
 

@@ -27,9 +27,8 @@ from gateway.feeds.announcements import (
     set_key,
 )
 from gateway.feeds.fetch import FetchFailed, ReplicaClient
-from gateway.feeds.peers import in_short
 from gateway.feeds.probes import list_models
-from gateway.feeds.redis_link import RedisLink
+from gateway.feeds.redis_link import RedisLink, in_short
 from gateway.feeds.sealing import Seal, Sealer
 
 log = logging.getLogger(__name__)

@@ -16,30 +16,24 @@ blocks are the first to go. Reports of load are believed only when they are fres
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 from collections import deque
 from collections.abc import Callable
 from functools import partial
-from typing import Any
-from urllib.parse import urlsplit
 
-from redis.asyncio import Redis
-from redis.asyncio.retry import Retry
-from redis.backoff import NoBackoff
+from redis.asyncio.client import Pipeline
 
 from gateway.core.model import HealthState, PeerFact, PeerReported
 from gateway.core.router import Router
 from gateway.core.sharing import REPORT_SECONDS, ROUND_SECONDS, Journal, Outbox, credible
 from gateway.feeds.peer_entries import Receiver, Sender, Told
+from gateway.feeds.redis_link import RedisLink, in_short
 from gateway.feeds.sealing import Refused, RefusedFor, sender_of
 from gateway.fleet_limits import FleetLimits
 from gateway.series import PeerSeries
 
 log = logging.getLogger(__name__)
 
-TIMEOUT_SECONDS = 1.0
-"""For a whole round. On one network it takes a millisecond; a Redis that needs longer than this is no help."""
 BACK_OFF_SECONDS = (0.5, 1.0, 2.0)
 """After the first, second and every further failure in a row: with the time limit, back within 3 s of its return."""
 READ_ENTRIES = 16
@@ -121,18 +115,10 @@ class Peers:
         self._position = START
         self._newest_ms = 0
         """Of the stream's newest entry, by the clock of Redis."""
-        self._place = place_of(url)
+        self._link = RedisLink(url)
         self._failures = 0
         """In a row."""
         self._worked_at = float("-inf")
-        self._redis = Redis.from_url(
-            url,
-            # No limits of its own: it keeps them with `asyncio.wait_for`, which loses cancellations before Python 3.12.
-            socket_timeout=None,
-            socket_connect_timeout=None,
-            retry=Retry(NoBackoff(), 0),
-            protocol=2,
-        )
 
     @property
     def name(self) -> bytes:
@@ -144,20 +130,21 @@ class Peers:
             await until_known(self._router, self._clock)
             while True:
                 try:
-                    async with asyncio.timeout(TIMEOUT_SECONDS):
-                        await self._find_position()
+                    await self._find_position()
                     await self._exchange()
                 except Exception as error:  # whatever a broken server makes of the client: the view is not worth more
                     self._note_connected(False)
                     self._series.failures += 1
                     if not self._failures:
-                        log.warning("Redis at %s: %s; deciding alone until it is back", self._place, in_short(error))
+                        log.warning(
+                            "Redis at %s: %s; deciding alone until it is back", self._link.place, in_short(error)
+                        )
                     self._deem_alone()
-                    await self._disconnect()
+                    await self._link.close()
                     await asyncio.sleep(BACK_OFF_SECONDS[min(self._failures, len(BACK_OFF_SECONDS) - 1)])
                     self._failures += 1
         finally:
-            await self._disconnect()
+            await self._link.close()
 
     def _note_connected(self, connected: bool) -> None:
         self._series.connected = connected
@@ -169,14 +156,9 @@ class Peers:
             others = [at for at in self._series.heard.values() if at >= self._worked_at - REPORT_SECONDS]
             self._limits.be_alone(len(others), self._clock())
 
-    async def _disconnect(self) -> None:
-        with contextlib.suppress(Exception):  # it is gone either way
-            async with asyncio.timeout(TIMEOUT_SECONDS):
-                await self._redis.aclose()
-
     async def _find_position(self) -> None:
         """Where to read on: at the start if the stream is another one, or its clock went back."""
-        newest: Any = await self._redis.xrevrange(self._key, count=1)
+        (newest,) = await self._link.ask(lambda pipeline: pipeline.xrevrange(self._key, count=1))
         self._newest_ms = milliseconds(newest[0][0]) if newest else 0
         if not newest or order(newest[0][0]) < order(self._position):
             self._position = START
@@ -188,8 +170,7 @@ class Peers:
             now = self._clock()
             bundles = self._outbox.bundles(now)
             try:
-                async with asyncio.timeout(TIMEOUT_SECONDS):
-                    found = await self._round(self._entries(bundles, now))
+                found = await self._round(self._entries(bundles, now))
             except Exception:
                 self._outbox.put_back(bundles)
                 raise
@@ -212,7 +193,7 @@ class Peers:
     def _note_success(self) -> None:
         """Of a whole round: a Redis that is full can be read all the time, and takes nothing."""
         if self._failures:
-            log.info("Redis at %s is back: the view is shared again", self._place)
+            log.info("Redis at %s is back: the view is shared again", self._link.place)
         self._failures = 0
         self._note_connected(True)
         self._worked_at = self._clock()
@@ -220,15 +201,16 @@ class Peers:
             self._limits.told_outside(self._worked_at)
 
     async def _round(self, entries: list[bytes]) -> list[tuple[bytes, dict[bytes, bytes]]]:
-        pipeline = self._redis.pipeline(transaction=False)
-        for entry in entries:
-            pipeline.xadd(self._key, {FIELD: entry})
-        if entries:
-            if (first := self._marks.first) is not None:
-                pipeline.xtrim(self._key, minid=first, approximate=False)
-            pipeline.expire(self._key, KEEP_SECONDS)
-        pipeline.xread({self._key: self._position}, count=READ_ENTRIES)
-        answers = await pipeline.execute()
+        def commands(pipeline: Pipeline) -> None:
+            for entry in entries:
+                pipeline.xadd(self._key, {FIELD: entry})
+            if entries:
+                if (first := self._marks.first) is not None:
+                    pipeline.xtrim(self._key, minid=first, approximate=False)
+                pipeline.expire(self._key, KEEP_SECONDS)
+            pipeline.xread({self._key: self._position}, count=READ_ENTRIES)
+
+        answers = await self._link.ask(commands)
         self._series.sent += len(entries)
         if entries:  # so its clock says now
             self._newest_ms = max(self._newest_ms, milliseconds(answers[0]))
@@ -274,7 +256,7 @@ class Peers:
     def _refuse(self, reason: RefusedFor) -> None:
         refused = self._series.refused
         if reason is RefusedFor.FORGED and not refused[reason.value,]:
-            log.warning("Redis at %s: an entry is not made with our secret; such are ignored", self._place)
+            log.warning("Redis at %s: an entry is not made with our secret; such are ignored", self._link.place)
         refused[reason.value,] += 1
 
 
@@ -296,18 +278,3 @@ def order(id: bytes) -> tuple[int, int]:
     """Of ids of a stream: milliseconds and number. Raises `ValueError`."""
     first, _, second = id.partition(b"-")
     return int(first), int(second)
-
-
-def place_of(url: str) -> str:
-    """The URL without what may be secret."""
-    parts = urlsplit(url)
-    return parts.path if parts.scheme == "unix" else parts.netloc.rpartition("@")[2]
-
-
-def in_short(error: Exception) -> str:
-    if isinstance(error, TimeoutError):
-        return f"no answer within {TIMEOUT_SECONDS:g} s"
-    text = str(error)
-    if "pipeline caused error:" in text:  # before it the client repeats the command with its payload
-        text = text.rpartition("pipeline caused error:")[2].strip(" (,)'\"")
-    return " ".join(text.split())[:200] or type(error).__name__

@@ -1,4 +1,4 @@
-"""A connection to the Redis that gateways share, for feeds that ask it something every few seconds."""
+"""A connection to the Redis that gateways share, for feeds that ask it something again and again."""
 
 from __future__ import annotations
 
@@ -6,13 +6,15 @@ import asyncio
 import contextlib
 from collections.abc import Callable
 from typing import Any
+from urllib.parse import urlsplit
 
 from redis.asyncio import Redis
 from redis.asyncio.client import Pipeline
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 
-from gateway.feeds.peers import TIMEOUT_SECONDS, place_of
+TIMEOUT_SECONDS = 1.0
+"""For a whole round. On one network it takes a millisecond; a Redis that needs longer than this is no help."""
 
 
 class RedisLink:
@@ -42,3 +44,18 @@ class RedisLink:
         with contextlib.suppress(Exception):  # it is gone either way
             async with asyncio.timeout(TIMEOUT_SECONDS):
                 await self._redis.aclose()
+
+
+def place_of(url: str) -> str:
+    """The URL without what may be secret."""
+    parts = urlsplit(url)
+    return parts.path if parts.scheme == "unix" else parts.netloc.rpartition("@")[2]
+
+
+def in_short(error: Exception) -> str:
+    if isinstance(error, TimeoutError):
+        return f"no answer within {TIMEOUT_SECONDS:g} s"
+    text = str(error)
+    if "pipeline caused error:" in text:  # before it the client repeats the command with its payload
+        text = text.rpartition("pipeline caused error:")[2].strip(" (,)'\"")
+    return " ".join(text.split())[:200] or type(error).__name__
