@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import os
 import secrets
 import sys
@@ -45,7 +44,8 @@ from gateway.feeds.token_counts import TokenCounts
 from gateway.fleet_limits import FleetLimits
 from gateway.notices import Notices
 from gateway.proxy.front_door import FrontDoor
-from gateway.replica_sources import Standing, announced_in, sources_of, standing
+from gateway.redis_feeds import announced_in, peers_in
+from gateway.replica_sources import Standing, sources_of, standing
 from gateway.request_log import RequestRecord
 from gateway.rotated_file import RotatedFile
 from gateway.several.member import Member
@@ -55,8 +55,6 @@ from gateway.telemetry import Telemetry
 from gateway.tls import replica_context
 from gateway.tracing import open_tracing
 from gateway.views import FleetView, Viewers
-
-log = logging.getLogger(__name__)
 
 FLUSH_SECONDS = 0.2
 """Log records are written in batches this far apart; a crash loses at most these."""
@@ -126,7 +124,11 @@ class Gateway:
         )
         self.admin_key = read_admin_key(config.admin, os.environ)
         self.viewers = Viewers(config.server.host, self.admin_key)
-        self.peers = self._peers() if config.redis.url is not None else None
+        self.peers: Peers | None = None
+        if config.redis.url is not None:
+            peers = self.telemetry.peers([reason.value for reason in RefusedFor])
+            release = self.door.gate.release
+            self.peers = peers_in(config.redis, os.environ, self.router, release, peers, self.clock, self.limits)
         self.announced: Announced | None = None
         if config.discovery.redis:
             series = self.telemetry.announcements(REFUSALS)
@@ -239,27 +241,6 @@ class Gateway:
 
     def _standing(self) -> Standing:
         return standing(self.router.statistics(self.clock()).replicas)
-
-    def _peers(self) -> Peers:
-        """Raises `ConfigError`."""
-        redis = self.config.redis
-        secret = os.environ.get(redis.secret_env, "")
-        if not secret:
-            log.warning("[redis] without $%s: whoever writes to that Redis can steer requests", redis.secret_env)
-        try:
-            return Peers(
-                self.router,
-                self.door.gate.release,
-                self.telemetry.peers([reason.value for reason in RefusedFor]),
-                url=redis.url or "",
-                name=redis.name,
-                secret=secret.encode("utf-8", "surrogateescape"),
-                max_bytes=redis.memory_mib * 2**20,
-                clock=self.clock,
-                limits=self.limits,
-            )
-        except ValueError as error:
-            raise ConfigError("redis.url: is not understood by the Redis client") from error
 
     async def _list_models(self, replica: ReplicaId) -> tuple[ModelCard, ...]:
         """What a replica that is not known yet serves."""

@@ -12,6 +12,7 @@ from urllib.parse import urlsplit
 
 from gateway.config import ConfigError, Redis, check_redis, replica_url
 from gateway.feeds.announcer import Announcer
+from gateway.redis_feeds import understood
 from workers.command_line import base_url
 
 REDIS_PORT = 6379
@@ -24,10 +25,8 @@ def announcer(url: str, fleet: str, secret_env: str = Redis().secret_env) -> Ann
     secret = os.environ.get(secret_env, "")
     if not secret:
         raise ConfigError(f"--register: gateways take only what the fleet's secret made; set ${secret_env}")
-    try:
+    with understood("--register"):
         return Announcer(url, fleet, secret.encode("utf-8", "surrogateescape"))
-    except ValueError as error:
-        raise ConfigError("--register: is not understood by the Redis client") from error
 
 
 def announced_url(host: str, port: int, redis: str, told: str | None) -> str:

@@ -1,20 +1,17 @@
-"""What the configuration says of where replicas come from, as objects: the sources, and the reader of announcements."""
+"""What the configuration says of where replicas come from, as objects."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
-from gateway.config import Config, ConfigError, Discovery, endpoint, service_name
+from gateway.config import Discovery, endpoint, service_name
 from gateway.core.model import HealthState, ReplicaId, ReplicaStatistics
-from gateway.feeds.announced import Announced
 from gateway.feeds.engines import Said
-from gateway.feeds.registry import Registry
 from gateway.feeds.replicas_file import ReplicasFile
 from gateway.feeds.sources import Addresses, Source, Standing, resolve
-from gateway.series import AnnouncementSeries
 
-__all__ = ["Standing", "announced_in", "sources_of", "standing"]
+__all__ = ["Standing", "sources_of", "standing"]
 
 
 def standing(replicas: Iterable[ReplicaStatistics]) -> Standing:
@@ -41,36 +38,3 @@ def sources_of(
     elif discovery.dns is not None:
         sources.append(Addresses(discovery.dns, resolve))
     return sources
-
-
-def announced_in(
-    config: Config,
-    environ: Mapping[str, str],
-    registry: Registry,
-    standing: Callable[[], Standing],
-    series: AnnouncementSeries,
-    clock: Callable[[], float],
-) -> Announced:
-    """Raises `ConfigError`."""
-    redis = config.redis
-    secret = environ.get(redis.secret_env, "")
-    if not secret:
-        raise ConfigError(f"discovery.redis: whoever writes there could add replicas; set ${redis.secret_env}")
-
-    def serves(url: ReplicaId) -> bool:
-        known = standing()
-        return any(known.get(one) for one in registry.addresses(url))
-
-    try:
-        return Announced(
-            registry.take_announced,
-            serves,
-            series,
-            url=redis.url or "",
-            fleet=redis.name,
-            secret=secret.encode("utf-8", "surrogateescape"),
-            interval_seconds=config.discovery.interval_seconds,
-            clock=clock,
-        )
-    except ValueError as error:
-        raise ConfigError("redis.url: is not understood by the Redis client") from error

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from gateway.config import Admin, Config, ConfigError, Discovery, Redis
+from gateway.redis_feeds import announced_in
 from gateway.registering import announced_url
-from gateway.replica_sources import announced_in
 
 REDIS = "redis://127.0.0.1:6379"
 
