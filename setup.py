@@ -61,6 +61,7 @@ COMPILED = [
             "replays",
             "request_head",
             "upstream",
+            "upstreams",
         )
     ),
 ]

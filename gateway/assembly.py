@@ -78,7 +78,7 @@ class Gateway:
             router=self.router,
             tasks=lambda: len(asyncio.all_tasks(loop)),
             held_bytes=lambda: self.door.bodies.held,
-            connections=lambda: self.door.connections(),
+            connections=lambda: self.door.upstreams.connections(),
             clock=self.clock,
         )
         if config.routing.shadow:
@@ -163,7 +163,7 @@ class Gateway:
         self.registry.heard(fact)
         self.router.observe(fact, self.clock())
         if isinstance(fact, ReplicaRemoved):
-            self.door.retire(fact.replica)
+            self.door.upstreams.retire(fact.replica)
             self.engines.forget(fact.replica)
         self.door.gate.release()
 
@@ -183,7 +183,7 @@ class Gateway:
         if (access := self.door.access) is not None:
             more = (*more, access.watch())
         notices = Notices(lambda: self.router.statistics(self.clock()).replicas)
-        beside = (self.door.sweep(), self.flush(), self.watch_lag(), notices.run())
+        beside = (self.door.upstreams.sweep(), self.flush(), self.watch_lag(), notices.run())
         if self.config.server.dashboard:
             more = (*more, self.live.run())
         tasks = [asyncio.create_task(job) for job in (*self._feeds(), *beside, *more)]
@@ -195,7 +195,7 @@ class Gateway:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-            self.door.close()
+            self.door.upstreams.close()
             self.telemetry.close()
             if self.tracing is not None:
                 self.tracing.close()

@@ -18,7 +18,7 @@ import itertools
 import re
 import secrets
 import ssl
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 
 from gateway import prompt
@@ -58,7 +58,8 @@ from gateway.proxy.places import Places
 from gateway.proxy.relay import Client, Relay
 from gateway.proxy.replays import Replays, cause_of, is_stale
 from gateway.proxy.response_ids import is_servable
-from gateway.proxy.upstream import JOIN_BELOW_BYTES, Connection, Header, Upstream
+from gateway.proxy.upstream import JOIN_BELOW_BYTES, Header
+from gateway.proxy.upstreams import Upstreams
 from gateway.telemetry import RequestRecord, Telemetry
 from gateway.tracing import Tracing
 
@@ -67,8 +68,6 @@ COUNTED = frozenset((Shape.CHAT, Shape.COMPLETION))
 REQUEST_ID = re.compile(rb"[A-Za-z0-9_.:/+=@-]{1,128}")
 SMALL_BYTES = JOIN_BELOW_BYTES
 """A body that is read even where its key is over its limit."""
-SWEEP_SECONDS = 0.25
-"""Period of the deadline sweep over upstream connections: deadlines are exact to this."""
 
 
 class FrontDoor:
@@ -107,8 +106,7 @@ class FrontDoor:
         self._credentials_end_here = access is not None or replica_key is not None
         self._loop = loop
         self._upstream_config = upstream
-        self._tls = tls
-        self._upstreams: dict[ReplicaId, Upstream] = {}
+        self.upstreams = Upstreams(upstream, loop, tls)
         self._block_bytes = block_bytes
         self.on_prompt: Callable[[ReplicaId, RouteRequest, bytes], None] | None = None
         """Hears of each prompt whose body is plain text as soon as it is known where it goes."""
@@ -291,11 +289,6 @@ class FrontDoor:
         self.telemetry.decided_in(self.clock() - now)
         return flight
 
-    def connections(self) -> Iterator[tuple[ReplicaId, int, int]]:
-        """To each replica: how many carry a request, and how many are kept for the next."""
-        for replica, upstream in self._upstreams.items():
-            yield replica, len(upstream.busy), len(upstream.idle)
-
     def _count_lost_hits(self, record: RequestRecord, decision: Decision) -> None:
         if record.attempts:
             self.telemetry.hits_lost("moved", record.cached_tokens_predicted - decision.cached_tokens)
@@ -350,7 +343,7 @@ class FrontDoor:
 
     async def _fly(self, call: Call, flight: Flight, lines: bytes, client: Client, record: RequestRecord) -> Relay:
         """Send the call to the flight's replica and relay its answer. Raises `ConnectFailed`."""
-        upstream = self.upstream(flight.replica)
+        upstream = self.upstreams.of(flight.replica)
         request_id = record.request_id.encode()
         if call.trace is not None:
             lines += call.trace.send(self.clock())
@@ -364,7 +357,7 @@ class FrontDoor:
         # chance: those get a new one.
         movable = self._is_movable(call)
         kept = upstream.lease() if movable and call.lost is None else None
-        connection = kept or await self._connect(upstream)
+        connection = kept or await self.upstreams.connect(upstream)
         relay = Relay(
             client,
             call,
@@ -396,43 +389,6 @@ class FrontDoor:
             relay.error.stale = connection.may_be_stale and relay.error.replayable
             upstream.close()  # those that idle are no better than this one was
         return relay
-
-    async def _connect(self, upstream: Upstream) -> Connection:
-        """A new connection, made by a task of its own: time-outs need one."""
-        task = self._loop.create_task(upstream.connect())
-        try:
-            return await task
-        except asyncio.CancelledError:
-            if task.done() and not task.cancelled() and task.exception() is None:  # made just before the client left
-                upstream.give_back(task.result())
-            raise
-
-    def upstream(self, replica: ReplicaId) -> Upstream:
-        found = self._upstreams.get(replica)
-        if found is None:
-            found = self._upstreams[replica] = Upstream(replica, self._upstream_config, self._loop, self._tls)
-        found.retired = False
-        return found
-
-    def retire(self, replica: ReplicaId) -> None:
-        """The replica was removed: what runs may finish, nothing is kept."""
-        if (upstream := self._upstreams.get(replica)) is not None:
-            upstream.retired = True
-            upstream.close()
-
-    async def sweep(self) -> None:
-        """Runs as long as the gateway: enforces upstream deadlines and forgets replicas that are gone."""
-        while True:
-            await asyncio.sleep(SWEEP_SECONDS)
-            now = self._loop.time()
-            for replica, upstream in list(self._upstreams.items()):
-                upstream.sweep(now)
-                if upstream.retired and not upstream.busy:
-                    del self._upstreams[replica]
-
-    def close(self) -> None:
-        for upstream in self._upstreams.values():
-            upstream.close()
 
     # -- deadlines
 

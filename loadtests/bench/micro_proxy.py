@@ -89,7 +89,7 @@ def build(loop: asyncio.AbstractEventLoop) -> FrontDoor:
         router, telemetry, config.Server(), config.Upstream(), time.monotonic, loop, block_bytes=settings.block_bytes
     )
     for port in (1, 2):
-        upstream = door.upstream(ReplicaId(f"http://127.0.0.1:{port}"))
+        upstream = door.upstreams.of(ReplicaId(f"http://127.0.0.1:{port}"))
         connection = Connection(upstream, loop)
         connection.connection_made(cast(asyncio.Transport, Wire(loop, connection, answers=True)))
         upstream.give_back(connection)

@@ -186,7 +186,7 @@ async def listening(gateway: HandDriven, mode: str) -> AsyncIterator[int]:
     finally:
         server.should_exit = server.force_exit = True
         await asyncio.wait_for(serving, 10)
-        gateway.door.close()
+        gateway.door.upstreams.close()
         gateway.telemetry.close()
 
 
