@@ -86,6 +86,7 @@ class Gateway:
             self.router.before_start = Shadows(self.router, shadows).compare
         key = replica_key(config.upstream, os.environ)
         self.limits = FleetLimits(gateways=config.redis.url is not None, processes=config.server.workers > 1)
+        shared = self.limits if self.limits.has_others else None
         self.client = ReplicaClient(self.replica_tls, config.upstream.tls_server_name, key)
         self.door = FrontDoor(
             self.router,
@@ -96,9 +97,7 @@ class Gateway:
             loop,
             block_bytes=settings.block_bytes,
             tls=self.replica_tls,
-            access=configured_access(
-                config.auth, os.environ, self.clock, self.limits if self.limits.has_others else None
-            ),
+            access=configured_access(config.auth, os.environ, self.clock, shared),
             replica_key=key,
         )
         self.tracing = open_tracing(config.tracing, self.telemetry.model_label, self.clock, time.time)
@@ -106,22 +105,8 @@ class Gateway:
         self.replicas = Replicas()
         said = {ReplicaId(one.url): Said(one.engine, one.cache_tokens) for one in config.replicas}
         self.engines = Engines(said, isolated=config.auth.isolate_tenants)
-        self.discovery = Discovery(
-            self.replicas,
-            self.observe,
-            static={replica.url: replica.prefill_rate for replica in config.replicas},
-            sources=sources_of(config.discovery, self.engines.say, self._standing),
-            interval_seconds=config.discovery.interval_seconds,
-            longest_interval_seconds=config.discovery.longest_interval_seconds,
-        )
-        self.registry = Registry(
-            Allowlist(config.admin.allow),
-            self.discovery.note_registered,
-            self.discovery.is_configured,
-            self._list_models,
-            allow_existing_models=config.admin.allow_existing_models,
-            interval_seconds=config.discovery.interval_seconds,
-        )
+        self.discovery = self._discovery()
+        self.registry = self._registry()
         self.admin_key = read_admin_key(config.admin, os.environ)
         self.viewers = Viewers(config.server.host, self.admin_key)
         self.peers: Peers | None = None
@@ -238,6 +223,28 @@ class Gateway:
             self.door.on_prompt = counts.note
             jobs.append(counts.run(client))
         return jobs
+
+    def _discovery(self) -> Discovery:
+        config = self.config
+        return Discovery(
+            self.replicas,
+            self.observe,
+            static={replica.url: replica.prefill_rate for replica in config.replicas},
+            sources=sources_of(config.discovery, self.engines.say, self._standing),
+            interval_seconds=config.discovery.interval_seconds,
+            longest_interval_seconds=config.discovery.longest_interval_seconds,
+        )
+
+    def _registry(self) -> Registry:
+        config = self.config
+        return Registry(
+            Allowlist(config.admin.allow),
+            self.discovery.note_registered,
+            self.discovery.is_configured,
+            self._list_models,
+            allow_existing_models=config.admin.allow_existing_models,
+            interval_seconds=config.discovery.interval_seconds,
+        )
 
     def _standing(self) -> Standing:
         return standing(self.router.statistics(self.clock()).replicas)
