@@ -46,9 +46,10 @@ def agreed(ranking: Ranking, key: int, slack_seconds: float) -> Ranking:
     limit, cached = cost.total + slack_seconds, cheapest.cached_tokens
     near = [row for row in ranking if row[1].total <= limit and row[0].cached_tokens >= cached]
     chosen = max(near, key=lambda row: xxh3_64_intdigest(row[0].replica.encode(), key))
-    if chosen is ranking[0]:
+    view = chosen[0]  # compared instead of its row: compiled, a tuple does not stay the same object
+    if view is cheapest:
         return ranking
-    return (chosen, *[row for row in ranking if row is not chosen])
+    return (chosen, *[row for row in ranking if row[0] is not view])
 
 
 def total_of(row: Row) -> float:

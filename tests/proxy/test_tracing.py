@@ -39,6 +39,16 @@ async def stream(exchange: Exchange) -> None:
     await exchange.end_stream()
 
 
+@pytest.fixture(autouse=True)
+def ended() -> Iterator[None]:
+    """A closed gateway's thread may try on for a while, and draws its pauses from the generator that all share."""
+    yield
+    for thread in threading.enumerate():
+        if thread.name == "traces":
+            thread.join(30.0)
+            assert not thread.is_alive()
+
+
 @pytest.fixture
 def collector() -> Iterator[Collector]:
     with Collector().running() as one:
