@@ -28,7 +28,7 @@ pytestmark = pytest.mark.deploy
 TOOLS = ROOT / ".cache" / "deploy"
 STEPS = (DEPLOY / "install" / "steps.sh").read_text()
 INSTALL_SECONDS = 600.0
-SHOW_SECONDS = 90.0
+SHOW_SECONDS = 180.0
 START_SECONDS = 60.0
 STOP_SECONDS = 30.0
 
@@ -167,7 +167,7 @@ def test_every_panel_shows_something_under_traffic(fleet, prometheus):
         assert ask(other, "acme", prompt) == 200
         assert ask(gateway, "small", prompt) in (200, 429)
         assert ask(gateway, "nobody", prompt) == 401
-        due = [query for query in due if not values(url, filled(query, "10s", replica))]
+        due = [query for query in due if not values(url, filled(query, "30s", replica))]
         if not due:
             break
     firing = httpx.get(f"{url}/api/v1/rules", params={"type": "alert"}).json()["data"]["groups"]
