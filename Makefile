@@ -70,7 +70,7 @@ chaos: install clients
 
 # Those of them that hold on a busy machine as well, in their short form.
 CHAOS_STEADY := $(addprefix tests/chaos/,test_wire_framing.py test_29_security.py test_keys.py test_faults_loss.py \
-	test_faults_health.py test_faults_drain.py test_faults_time.py test_redis.py test_limits.py test_several.py)
+	test_faults_health.py test_faults_drain.py test_faults_time.py test_redis.py)
 chaos-steady: install
 	CHAOS_SHORT=1 $(BIN)/python -m pytest -m chaos $(CHAOS_STEADY)
 
