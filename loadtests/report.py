@@ -30,7 +30,6 @@ from loadtests.traces import Source, Trace
 
 BOUND = "bound"
 BOUND_POLICY = "least-work"
-CLOSED_LOOP_NOTE = "bound: no bound here, since faster answers bring the next requests sooner"
 ENDLESS_TOKENS = 1_000_000_000
 """KV cache of a replica in the bound: never full."""
 NEVER = 1_000_000_000
