@@ -47,6 +47,8 @@ class Discovery:
         self._sleep = sleep
         self._registered: Mapping[ReplicaId, float | None] = {}
         self._drained: set[ReplicaId] = set()
+        self.drain_is_over: Callable[[ReplicaId], None] = lambda replica: None
+        """Hears of a drained replica that is registered no more: the next at this URL is another one."""
         self._returning: set[ReplicaId] = set()
         self._last_addresses: dict[ReplicaId, frozenset[str]] = {}
 
@@ -71,8 +73,9 @@ class Discovery:
     def note_registered(self, rates: Mapping[ReplicaId, float | None]) -> None:
         """These are registered now, and no others."""
         for replica in self._registered.keys() - rates.keys():
-            if not self.is_configured(replica):
+            if not self.is_configured(replica) and replica in self._drained:
                 self._drained.discard(replica)
+                self.drain_is_over(replica)
         self._registered = dict(rates)
         self._reconcile()
 
@@ -87,9 +90,12 @@ class Discovery:
         self._observe(DrainRequested(replica, draining))
         return True
 
-    def expect_drained(self, replica: ReplicaId) -> None:
-        """It gets no requests when it comes; an operator has drained it elsewhere."""
-        self._drained.add(replica)
+    def expect(self, replica: ReplicaId, *, drained: bool) -> None:
+        """Whether it gets no requests when it comes; an operator has decided so elsewhere."""
+        if drained:
+            self._drained.add(replica)
+        else:
+            self._drained.discard(replica)
 
     def is_drained(self, replica: ReplicaId) -> bool:
         return replica in self._drained

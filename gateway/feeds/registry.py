@@ -153,6 +153,13 @@ class Registry:
             raise Refused(f"{error}.", "address_not_allowed") from error
         except (OSError, UnicodeError, TimeoutError) as error:
             raise Refused(f"{url} does not resolve.", "unresolvable") from error
+        return await self.take(url, prefill_rate, lease_seconds)
+
+    async def take(
+        self, url: ReplicaId, prefill_rate: float | None = None, lease_seconds: float | None = None
+    ) -> Registration:
+        """As `register`, for one that another process of this gateway has taken: nobody waits for an answer, so that it
+        cannot be resolved now is no reason to forget it."""
         expires_at = None if lease_seconds is None else self._clock() + lease_seconds
         registration = self._registrations.get(url)
         if registration is None:

@@ -22,6 +22,7 @@ from gateway.several.messages import (
     Channel,
     Counted,
     Done,
+    DrainOver,
     FromWorker,
     Heard,
     Leaving,
@@ -111,6 +112,7 @@ class Hub:
 
     def changes(self) -> list[tuple[float, Change]]:
         """What a worker that starts now has to do to be like the others."""
+        self._forget_expired()
         return list(self._changes.values())
 
     def hear(self, seat: Seat, message: FromWorker) -> None:
@@ -126,6 +128,8 @@ class Hub:
                 self._ask(seat, message)
             case Done(number=number):
                 self._answered(number, seat)
+            case DrainOver(replica=replica):
+                self._changes.pop(f"drain {replica}", None)
             case CatchUp():
                 seat.position = self._forgotten
                 self.tell(seat)
@@ -211,7 +215,8 @@ class Hub:
         return Page(rows_of(counts), rows_of(gauges))
 
     def _remember(self, change: Change) -> None:
-        """The last word about each replica, and each registration that was not taken back."""
+        """The last word about each replica, and each registration that was not taken back and is still good."""
+        self._forget_expired()
         match change:
             case Drain(replica=replica, draining=draining):
                 self._changes.pop(f"drain {replica}", None)
@@ -222,3 +227,9 @@ class Hub:
             case Unregister(url=url):
                 self._changes.pop(f"register {url}", None)
                 self._changes.pop(f"drain {url}", None)
+
+    def _forget_expired(self) -> None:
+        now = self._clock()
+        for name, (at, change) in list(self._changes.items()):
+            if isinstance(change, Register) and change.lease_seconds is not None and at + change.lease_seconds <= now:
+                del self._changes[name]

@@ -13,6 +13,7 @@ import logging
 import os
 import socket
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -27,7 +28,7 @@ from gateway.core.sharing import ROUND_SECONDS, Journal, Outbox, credible
 from gateway.feeds.discovery import Discovery
 from gateway.feeds.peer_entries import Facts, facts_of, uses_of, wire_of
 from gateway.feeds.peers import until_known
-from gateway.feeds.registry import Refused, Registry
+from gateway.feeds.registry import Registry
 from gateway.fleet_limits import FleetLimits, KeyUse
 from gateway.several.doorman import ADMIN, CLIENT
 from gateway.several.handed import Handed, HandedDoorway
@@ -41,6 +42,7 @@ from gateway.several.messages import (
     Channel,
     Counted,
     Done,
+    DrainOver,
     FromParent,
     Heard,
     Leaving,
@@ -107,7 +109,9 @@ class Member:
         self._leaves = False
         self._parts: Parts | None = None
         self._outbox: Outbox | None = None
-        self._early: list[Asked] = []
+        self._early: deque[Asked] = deque()
+        """Changes that came before it had made those of before its start."""
+        self._is_as_the_others = False
         self._numbers = itertools.count(1)
         self._answers: dict[int, asyncio.Future[Answer]] = {}
         self._others = Page([], [])
@@ -135,11 +139,9 @@ class Member:
     def attach(self, parts: Parts) -> None:
         """There is a gateway now."""
         self._parts = parts
+        parts.discovery.drain_is_over = lambda replica: self._channel.send(DrainOver(replica))
         journal = parts.router.journal = Journal(beside=parts.router.journal)
         self._outbox = Outbox(journal, partial(parts.router.report_to_peers, parts.name.hex()))
-        for asked in self._early:
-            self._do(asked)
-        self._early.clear()
 
     def ready(self) -> None:
         self._channel.send(Ready())
@@ -182,8 +184,12 @@ class Member:
     async def _begin_as_the_others(self) -> None:
         assert self._parts is not None
         now = time.monotonic()
-        for at, change in self._begun.result().changes:
-            await self._make(change, now - at)
+        await asyncio.gather(*(self._make(change, now - at) for at, change in self._begun.result().changes))
+        while self._early:  # after them: it may be the end of a drain, or of a registration
+            early = self._early.popleft()
+            if early.change is not None:
+                await self._do_change(early.number, early.change)
+        self._is_as_the_others = True
         await until_known(self._parts.router, self._parts.clock)
         self._channel.send(CatchUp())
 
@@ -215,10 +221,7 @@ class Member:
             case Heard():
                 self._observe(message)
             case Asked():
-                if self._parts is None:
-                    self._early.append(message)
-                else:
-                    self._do(message)
+                self._do(message)
             case Answer(number=number):
                 if (waiting := self._answers.get(number)) is not None and not waiting.done():
                     waiting.set_result(message)
@@ -254,6 +257,9 @@ class Member:
             self.count()
             self._channel.send(Done(asked.number))
             return
+        if not self._is_as_the_others:
+            self._early.append(asked)
+            return
         task = asyncio.get_running_loop().create_task(self._do_change(asked.number, asked.change))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -268,13 +274,12 @@ class Member:
         discovery, registry = self._parts.discovery, self._parts.registry
         match change:
             case Drain(replica=url, draining=draining):
-                if not discovery.drain(ReplicaId(url), draining) and draining:
-                    discovery.expect_drained(ReplicaId(url))
+                if not discovery.drain(ReplicaId(url), draining):
+                    discovery.expect(ReplicaId(url), drained=draining)
             case Register(url=url, prefill_rate=rate, lease_seconds=lease):
                 left = None if lease is None else lease - age_seconds
                 if left is None or left > 0:
-                    with contextlib.suppress(Refused):  # the registry has said why
-                        await registry.register(ReplicaId(url), rate, left)
+                    await registry.take(ReplicaId(url), rate, left)
             case _:
                 registry.unregister(ReplicaId(change.url))
 

@@ -75,7 +75,13 @@ class Done(Struct, tag=True, array_like=True):
     number: int
 
 
-FromWorker = Ready | Leaving | Alive | Told | Counted | CatchUp | Ask | Done
+class DrainOver(Struct, tag=True, array_like=True):
+    """A drained replica went, and is not to be drained when it comes back."""
+
+    replica: str
+
+
+FromWorker = Ready | Leaving | Alive | Told | Counted | CatchUp | Ask | Done | DrainOver
 
 
 # ---- from the parent -------------------------------------------------------------------------------------------------

@@ -117,6 +117,21 @@ class Worker:
                 self._handing.send(END)
 
 
+class Hearing:
+    """Since when the parent hears its workers. It does not while it is stopped itself (SIGSTOP, `docker pause`, a
+    debugger): what they said meanwhile lies unread, and the first look would find all of them silent."""
+
+    def __init__(self, now: float) -> None:
+        self.since = now
+        self._looked_at = now
+
+    def look(self, now: float) -> None:
+        """Called every `LOOK_SECONDS`."""
+        if now - self._looked_at > LOOK_SECONDS + HUNG_SECONDS:
+            self.since = now
+        self._looked_at = now
+
+
 class Parent:
     def __init__(self, config: Config, signals: StopSignals, on_ready: Callable[[str], None]) -> None:
         """Listens from now on. Raises `StartError`."""
@@ -191,7 +206,9 @@ class Parent:
             code = await self._run_once(worker)
             if asked.is_set():
                 return
-            if not self._has_served and not worker.seat.is_ready:  # it has said why
+            if not self._has_served and not worker.seat.is_ready:
+                if code < 0:  # else it has said why
+                    log.error("worker %d ended (%s) before it served", worker.number, called(code))
                 self._exit_code = code if code == WRONG_USAGE else 1
                 self._signals.ask()
                 self._signals.ask()
@@ -204,17 +221,14 @@ class Parent:
     async def _run_once(self, worker: Worker) -> int:
         """Its whole life. Returns its exit code."""
         with contextlib.ExitStack() as ours, contextlib.ExitStack() as theirs:
-            talking, their_talking = socket.socketpair()
-            handing, their_handing = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-            for stack, ends in ((ours, (talking, handing)), (theirs, (their_talking, their_handing))):
-                for one in ends:
-                    stack.enter_context(one)
-            handing.setblocking(False)
-            out, their_out = await piped(theirs)
-            err, their_err = await piped(theirs)
             try:
+                talking, their_talking = pair(ours, theirs, socket.SOCK_STREAM)
+                handing, their_handing = pair(ours, theirs, socket.SOCK_SEQPACKET)
+                handing.setblocking(False)
+                out, their_out = await piped(theirs)
+                err, their_err = await piped(theirs)
                 process = await self._spawn(their_talking.fileno(), their_handing.fileno(), their_out, their_err)
-            except OSError as error:  # no memory, or no process more is allowed
+            except OSError as error:  # no memory, or no process or descriptor more is allowed
                 log.warning("worker %d: %s", worker.number, error.strerror)
                 return 1
             ours.pop_all()
@@ -264,12 +278,15 @@ class Parent:
             channel.close()
 
     async def _end_silent(self) -> None:
+        hearing = Hearing(time.monotonic())
         while True:
             await asyncio.sleep(LOOK_SECONDS)
             now = time.monotonic()
+            hearing.look(now)
             for worker in self._workers:
                 limit = SILENT_SECONDS if worker.seat.is_ready else START_SECONDS
-                if worker.process is not None and now - max(worker.seat.alive_at, worker.began_at) > limit:
+                silent_since = max(worker.seat.alive_at, worker.began_at, hearing.since)
+                if worker.process is not None and now - silent_since > limit:
                     log.warning("worker %d has said nothing for %g s: it is ended", worker.number, limit)
                     worker.kill()
 
@@ -309,6 +326,14 @@ class Parent:
             worker.kill()
 
 
+def pair(
+    ours: contextlib.ExitStack, theirs: contextlib.ExitStack, kind: socket.SocketKind
+) -> tuple[socket.socket, socket.socket]:
+    """Our end and theirs. Raises `OSError`."""
+    our_end, their_end = socket.socketpair(socket.AF_UNIX, kind)
+    return ours.enter_context(our_end), theirs.enter_context(their_end)
+
+
 async def piped(theirs: contextlib.ExitStack) -> tuple[asyncio.StreamReader, int]:
     """A pipe: our end to read from, and the descriptor of theirs. Not the process's own, for its `wait` would wait for
     all to be read."""
@@ -322,7 +347,12 @@ async def piped(theirs: contextlib.ExitStack) -> tuple[asyncio.StreamReader, int
 
 
 def called(code: int) -> str:
-    return f"exit code {code}" if code >= 0 else signal.Signals(-code).name
+    if code >= 0:
+        return f"exit code {code}"
+    try:
+        return signal.Signals(-code).name
+    except ValueError:  # a real-time signal
+        return f"signal {-code}"
 
 
 def run(config: Config, check: Callable[[Config], Awaitable[None]], on_ready: Callable[[str], None]) -> int:

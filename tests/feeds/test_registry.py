@@ -387,3 +387,27 @@ async def test_our_own_registered_once_more_stay_out_as_such_and_do_not_count(se
     assert await setting.register(own) == {own: "is configured already"}
     assert setting.registry.unregister(own)
     assert own in setting.replicas
+
+
+async def test_what_another_process_has_taken_waits_for_the_resolver(setting, world):
+    await setting.registry.take("http://later:8000")
+    (registration,) = setting.registry
+    assert "does not resolve" in registration.problem
+    world.names["later"] = {"10.0.0.9"}
+    world.models["http://10.0.0.9:8000"] = {"other"}
+    await setting.registry.reconcile()
+    assert "http://10.0.0.9:8000" in setting.registry.admitted
+
+
+async def test_a_drain_ends_with_the_registration_and_is_told(setting, world):
+    world.models["http://10.0.0.2:8000"] = {"other"}
+    over: list[str] = []
+    setting.discovery.drain_is_over = over.append
+    await setting.registry.register("http://10.0.0.2:8000")
+    setting.discovery.drain("http://10.0.0.2:8000", True)
+    setting.registry.unregister("http://10.0.0.2:8000")
+    assert over == ["http://10.0.0.2:8000"]
+    await setting.registry.register("http://10.0.0.2:8000")
+    assert not setting.discovery.is_drained("http://10.0.0.2:8000")
+    setting.registry.unregister("http://10.0.0.2:8000")
+    assert len(over) == 1

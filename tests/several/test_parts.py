@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import socket
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,8 +18,9 @@ from gateway.several import hub as hub_module
 from gateway.several.doorman import CLIENT, END, Doorman, Taker
 from gateway.several.handed import Handed
 from gateway.several.hub import Hub, Seat
-from gateway.several.messages import Alive, Answer, Ask, Asked, CatchUp, Counted, Done, Heard, Told
+from gateway.several.messages import Alive, Answer, Ask, Asked, CatchUp, Counted, Done, DrainOver, Heard, Told
 from gateway.several.output import SAME_SECONDS, Funnel, Said, pass_on
+from gateway.several.parent import HUNG_SECONDS, LOOK_SECONDS, Hearing, called
 from gateway.several.totals import ADDED, Page, page_of, with_others
 from tests.chaos.rig import eventually
 
@@ -187,11 +189,46 @@ async def test_a_worker_that_starts_is_told_what_admins_have_changed() -> None:
     assert [answer.number for answer in first.of(Answer)] == [0, 1, 2, 3, 9]
 
 
+async def test_what_has_run_out_is_told_to_nobody_who_starts() -> None:
+    """Else a worker that starts later drains a replica that all others send requests to."""
+    now = [0.0]
+    loop = asyncio.get_running_loop()
+    hub = Hub(loop, lambda seat: None, lambda seat: None, lambda: Page([], []), lambda: now[0])
+    one, _ = seated(hub, 1)
+    for number, change in enumerate([Register("http://a", None, 60.0), Drain("http://a", True)]):
+        hub.hear(one, Ask(number, change))
+    now[0] = 61.0
+    assert [change for _, change in hub.changes()] == [Drain("http://a", True)]
+    hub.hear(one, DrainOver("http://a"))
+    assert hub.changes() == []
+
+
 async def test_a_worker_tells_how_busy_it_is() -> None:
     hub = new_hub()
     one, _ = seated(hub, 1)
     hub.hear(one, Alive(connections=5, received=9, requests=2))
     assert (one.connections, one.received, one.requests) == (5, 9, 2)
+
+
+# -- workers that end, and a parent that cannot hear them
+
+
+@pytest.mark.parametrize(
+    ("code", "name"), [(3, "exit code 3"), (-9, "SIGKILL"), (-(signal.SIGRTMIN + 1), f"signal {signal.SIGRTMIN + 1}")]
+)
+def test_every_end_of_a_worker_has_a_name(code: int, name: str) -> None:
+    assert called(code) == name
+
+
+def test_a_parent_that_was_stopped_itself_does_not_take_that_for_silence() -> None:
+    hearing = Hearing(100.0)
+    hearing.look(101.0)
+    hearing.look(102.0 + HUNG_SECONDS)  # it was late, as on a busy machine
+    assert hearing.since == 100.0
+    hearing.look(200.0)
+    assert hearing.since == 200.0
+    hearing.look(200.0 + LOOK_SECONDS)
+    assert hearing.since == 200.0
 
 
 # -- connections

@@ -130,7 +130,27 @@ def test_a_drain_is_seen_by_all(several: Several) -> None:
             clients = [stack.enter_context(several.new_client()) for _ in range(4 * WORKERS)]
             served = {several.chat(f"{n}", client).headers["x-warmlane-replica"] for n, client in enumerate(clients)}
         assert served == {second}
-        assert admin.post(f"/warmlane/replicas/{name}/undrain").json()["draining"] is False
+
+
+def test_a_drain_that_ends_while_a_worker_starts_has_ended_for_it_too(several: Several) -> None:
+    path = f"/warmlane/replicas/{several.replicas[0].url.removeprefix('http://')}"
+    admin_url = re.findall(r"admin listener on (\S+)", several.process.err)[0]
+    with httpx.Client(base_url=admin_url, headers=ADMIN, trust_env=False, timeout=10.0) as admin:
+        assert admin.post(f"{path}/drain").json()["draining"] is True
+    before, starts = several.workers, several.starts()
+    os.kill(before[0], signal.SIGKILL)
+    until(lambda: set(several.workers) - set(before), "another starts")
+    with httpx.Client(base_url=admin_url, headers=ADMIN, trust_env=False, timeout=10.0) as admin:
+        assert admin.post(f"{path}/undrain").json()["draining"] is False
+    until(lambda: several.serves_whole(starts + 1), "it serves")
+    with contextlib.ExitStack() as stack:
+        clients = [stack.enter_context(several.new_client()) for _ in range(4 * WORKERS)]
+        until(lambda: not any(drained(one) for one in clients), "nobody keeps it drained", 10.0)
+
+
+def drained(client: httpx.Client) -> list[str]:
+    """As the worker knows it that has this connection."""
+    return [one["replica"] for one in client.get("/warmlane/replicas").json()["replicas"] if one["draining"]]
 
 
 def start_of(pid: int) -> float:
