@@ -301,7 +301,7 @@ def load(path: Path) -> Config:
         raise ConfigError(f"{path}: {error.strerror}") from error
     except RecursionError as error:
         raise ConfigError(f"{path}: not TOML: nested too deeply") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except ValueError as error:  # also a number of some thousand digits
         raise ConfigError(f"{path}: not TOML: {error}") from error
     try:
         return checked(beside(path, msgspec.convert(table, Config)))

@@ -8,6 +8,8 @@ import httpx
 import msgspec
 from msgspec import Struct
 
+from gateway.figures import Whole
+
 TIMEOUT_SECONDS = 10.0
 PATHS = {b"messages": "/v1/chat/completions", b"input": "/v1/responses", b"prompt": "/v1/completions"}
 """The key that tells which endpoint a body is meant for."""
@@ -25,10 +27,10 @@ class Candidate(Struct):
     replica: str
     total_seconds: float
     parts: dict[str, float]
-    cached_tokens: int
-    prompt_tokens: int
-    in_flight: int
-    pending_tokens: int
+    cached_tokens: Whole
+    prompt_tokens: Whole
+    in_flight: Whole
+    pending_tokens: Whole
 
 
 class Answer(Struct):

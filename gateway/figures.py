@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import time
+from typing import Annotated
 
+from msgspec import Meta
+
+Whole = Annotated[int, Meta(ge=-(10**15), le=10**15)]
+"""A number that another process tells: JSON knows larger ones, with which nothing can be counted."""
 NONE = "-"
 """Not known. It is not zero."""
 

@@ -121,7 +121,7 @@ def read_keys(text: bytes, called: str) -> list[Key]:
         table = tomllib.loads(text.decode())
     except RecursionError as error:
         raise ConfigError(f"{called}: not TOML: nested too deeply") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except ValueError as error:  # also a number of some thousand digits
         raise ConfigError(f"{called}: not TOML: {error}") from error
     try:
         return [entry.key() for entry in msgspec.convert(table, KeysFile).keys]

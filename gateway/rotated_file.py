@@ -48,7 +48,10 @@ class RotatedFile:
         os.close(self._descriptor)
 
     def _open(self) -> int:
-        return os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, MODE)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
+        descriptor = os.open(self._path, flags | os.O_NONBLOCK, MODE)  # a pipe that nobody reads would hold us up here
+        os.set_blocking(descriptor, True)
+        return descriptor
 
     def _reopen(self) -> None:
         descriptor = self._open()

@@ -165,6 +165,7 @@ def test_a_wrong_key_or_value_is_named_with_its_path(write, text, message):
 
 def test_a_file_that_is_not_toml_names_the_line(write):
     assert refusal(write("[server\n")).startswith("not TOML: ")
+    assert refusal(write("a = " + "9" * 5_000)).startswith("not TOML: ")
 
 
 def test_bytes_that_are_not_text_are_refused(tmp_path):

@@ -100,6 +100,7 @@ def test_a_key_without_more_may_do_anything_for_a_tenant_of_its_own() -> None:
         (entry(models="m"), "f: keys[0].models: expected a list, not text in quotes"),
         ("[[keys]", "f: not TOML: "),
         ("a=" + "[" * 5_000, "f: not TOML: "),
+        ("a=" + "9" * 5_000, "f: not TOML: "),
     ],
 )
 def test_what_cannot_be_understood_is_refused_with_its_place(text: str, message: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import resource
 import threading
 from pathlib import Path
@@ -112,3 +113,24 @@ def test_what_was_torn_does_not_spoil_the_next_line(tmp_path: Path):
 def test_a_folder_that_is_missing_is_an_error(tmp_path: Path):
     with pytest.raises(FileNotFoundError):
         RotatedFile(str(tmp_path / "missing" / "log"), max_bytes=1, files=1)
+
+
+def test_a_pipe_that_nobody_reads_is_an_error_at_once(tmp_path: Path):
+    os.mkfifo(tmp_path / "log")
+    with pytest.raises(OSError, match="No such device"):
+        RotatedFile(str(tmp_path / "log"), max_bytes=1, files=1)
+
+
+def test_a_reader_of_a_pipe_may_be_slow(tmp_path: Path):
+    path = tmp_path / "log"
+    os.mkfifo(path)
+    reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    file = RotatedFile(str(path), max_bytes=1_000, files=2)
+    os.set_blocking(reader, True)
+    line = b"x" * 300_000 + b"\n"  # more than a pipe holds
+    writing = threading.Thread(target=file.write, args=(line,), daemon=True)
+    writing.start()
+    with open(reader, "rb") as opened:
+        assert opened.readline() == line
+    writing.join(10)
+    file.close()

@@ -117,7 +117,7 @@ class Ledger:
         except (msgspec.DecodeError, ConfigError, UnicodeDecodeError):
             self._refuse(RefusedFor.MALFORMED.value)
         else:
-            if abs(wall - announcement.made_at) > MAX_SKEW_SECONDS:
+            if not abs(wall - announcement.made_at) <= MAX_SKEW_SECONDS:  # what is no number is no time either
                 self._refuse(EXPIRED)
             elif announcement.is_leaving:
                 self._leases.pop(sender, None)

@@ -66,7 +66,7 @@ def read_replicas(content: bytes) -> list[Replica]:
         return checked_replicas(msgspec.convert(table, Listed).replicas)
     except RecursionError as error:
         raise ConfigError("not TOML: nested too deeply") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except ValueError as error:  # also a number of some thousand digits
         raise ConfigError(f"not TOML: {error}") from error
     except msgspec.ValidationError as error:
         raise ConfigError(explained(str(error), Listed)) from error

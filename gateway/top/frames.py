@@ -6,6 +6,7 @@ import msgspec
 from msgspec import Struct
 
 from gateway.dashboard.history import Point
+from gateway.figures import Whole
 
 
 class NotAFrame(Exception):
@@ -16,18 +17,18 @@ class Candidate(Struct):
     replica: str
     total_seconds: float
     parts: dict[str, float]
-    prompt_tokens: int
-    cached_tokens: int
-    in_flight: int
+    prompt_tokens: Whole
+    cached_tokens: Whole
+    in_flight: Whole
 
 
 class End(Struct):
     outcome: str
     error: str = ""
-    status: int = 0
-    prompt_tokens: int | None = None
-    cached_tokens: int | None = None
-    completion_tokens: int | None = None
+    status: Whole = 0
+    prompt_tokens: Whole | None = None
+    cached_tokens: Whole | None = None
+    completion_tokens: Whole | None = None
     waited_seconds: float = 0.0
     overhead_seconds: float = 0.0
     ttft_seconds: float | None = None
@@ -35,24 +36,24 @@ class End(Struct):
 
 
 class Decision(Struct):
-    number: int
+    number: Whole
     at: float
     request_id: str
     route: str
     model: str
     tenant: str
-    attempt: int
+    attempt: Whole
     policy: str
     reason: str
     replica: str
-    candidates: int
+    candidates: Whole
     ranking: list[Candidate]
     why: str = ""
     end: End | None = None
 
 
 class Ended(Struct):
-    number: int
+    number: Whole
     end: End
 
 
@@ -63,12 +64,12 @@ class Replica(Struct):
     draining: bool
     last_failure: str
     models: list[str]
-    in_flight: int
-    running: int | None
-    waiting: int | None
+    in_flight: Whole
+    running: Whole | None
+    waiting: Whole | None
     kv_usage: float | None
     load_age: float | None
-    pending_tokens: int
+    pending_tokens: Whole
     pending_seconds: float
     hit_rate: float | None
 
@@ -83,17 +84,17 @@ class Frame(Struct):
     policy: str
     started: float
     at: float
-    in_flight: int
-    waiting: int
-    index_blocks: int
-    index_capacity_blocks: int
+    in_flight: Whole
+    waiting: Whole
+    index_blocks: Whole
+    index_capacity_blocks: Whole
     replicas: list[Replica]
     decisions: list[Decision]
     """New ones, newest first."""
     process: str = ""
     """Whose picture it is, where several serve."""
     whole: bool = False
-    left_out: int = 0
+    left_out: Whole = 0
     ended: list[Ended] = []
     points: list[Point] = []
     """In a whole picture."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import sys
 from collections.abc import AsyncIterator, Callable
 
@@ -89,7 +88,7 @@ class Session:
     async def _draw(self, screen: Screen, view: View) -> None:
         while not view.left:
             self._changed.clear()
-            width, height = os.get_terminal_size(sys.stdout.fileno())
+            width, height = terminal.size(sys.stdout.fileno())
             lines = Text("\n", no_wrap=True).join(screen.lines(width, height))
             options = self._console.options.update_dimensions(width, height)
             self._console.update_screen(lines, options=options)

@@ -29,4 +29,4 @@ def sparkline(
 
 
 def step(share: float, ramp: Ramp) -> str:
-    return ramp[min(len(ramp) - 1, max(0, int(share * len(ramp))))]
+    return ramp[min(len(ramp) - 1, int(max(0.0, min(1.0, share)) * len(ramp)))]

@@ -31,6 +31,7 @@ KEYS = {
 }
 SEQUENCE = re.compile(rb"\x1b(?:\[[0-9;?]*[A-Za-z~]|O[A-Za-z])?|.", re.DOTALL)
 READ_BYTES = 1024
+UNTOLD = 80, 24
 NO_KEY = b"\x00"
 
 
@@ -70,6 +71,12 @@ def keys(terminal: int, pressed: Callable[[str], None], gone: Callable[[], None]
     finally:
         loop.remove_reader(terminal)
         termios.tcsetattr(terminal, termios.TCSADRAIN, before)
+
+
+def size(descriptor: int) -> tuple[int, int]:
+    """Columns and lines. A terminal that has not been told says 0, as one of a container does at first."""
+    columns, lines = os.get_terminal_size(descriptor)
+    return columns or UNTOLD[0], lines or UNTOLD[1]
 
 
 @contextlib.contextmanager

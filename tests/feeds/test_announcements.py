@@ -127,6 +127,7 @@ def test_the_longest_that_a_replica_makes_is_taken(ledger, refused):
         (Replica(purpose="view").says(), "forged"),
         (Replica().says(1_000.0 - MAX_SKEW_SECONDS - 1), "expired"),
         (Replica().says(1_000.0 + MAX_SKEW_SECONDS + 1), "expired"),
+        (Replica().says(float("nan")), "expired"),
         (Replica("http://user:pw@10.0.0.7").says(), "malformed"),
         (Replica("ftp://10.0.0.7").says(), "malformed"),
         (Replica().says(prefill_rate=-1.0), "malformed"),

@@ -71,6 +71,7 @@ async def test_a_change_counts_and_brings_what_the_file_says(tmp_path, facts, ru
         (listing(A, A), "listed twice"),
         (listing(A, more="colour = 'red'\n"), "colour"),
         ("\x00", "not TOML"),
+        ("replicas = " + "9" * 5_000, "not TOML"),
     ],
 )
 async def test_a_broken_file_changes_nothing_and_is_said_once(tmp_path, facts, running, caplog, broken, problem):

@@ -239,4 +239,6 @@ def test_a_sparkline_has_gaps_where_nothing_was_known() -> None:
     assert sparkline(points, now, 10, 1.0, BLOCKS) == "█    ▅   ▁"
     assert sparkline(points, now, 10, None, ASCII) == "#    =   _"
     assert sparkline([], now, 4, None, BLOCKS) == "    "
+    absurd = [(900.0, 1e308), (900.0, 1e308)]
+    assert sparkline(absurd, now, 2, 1.0, BLOCKS) == sparkline(absurd, now, 2, None, BLOCKS) == " █"
     assert sparkline([(-1e9, 1.0), (1e9, 0.0)], now, 4, None, BLOCKS) == "   ▁", "clocks may differ"

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
 import re
+import struct
+import termios
 from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
 
+from gateway.top import terminal
 from tests.chaos.rig import Rig, free_ports, standing
 from tests.proxy.conftest import running_gateway
 from tests.proxy.scripted import ScriptedReplica
@@ -84,6 +89,15 @@ async def test_a_person_at_a_terminal_of_80_by_24(rig: Rig) -> None:
         assert typist.raw.endswith(LEFT)
         assert typist.modes == typist.first_modes
         assert not re.search(r"\x1b\[(\d+;)*[349][0-8]", typist.raw), "no colour"
+
+
+def test_a_terminal_that_has_not_been_told_its_size_has_one() -> None:
+    ours, theirs = os.openpty()
+    assert terminal.size(theirs) == (80, 24)
+    fcntl.ioctl(ours, termios.TIOCSWINSZ, struct.pack("HHHH", 30, 100, 0, 0))
+    assert terminal.size(theirs) == (100, 30)
+    os.close(ours)
+    os.close(theirs)
 
 
 @pytest.fixture

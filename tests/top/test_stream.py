@@ -46,6 +46,7 @@ class Answers:
         (b'HTTP/1.1 503 No\r\n\r\n{"error": {"message": "Too many look."}}', "HTTP 503: Too many look."),
         (b"HTTP/1.1 302 Found\r\nlocation: http://127.0.0.1:1/\r\n\r\n", "HTTP 302"),
         (HEAD + b'data: {"run": 1}\n\n', "of this version"),
+        (HEAD + b"data: " + encoded(in_flight=10**400) + b"\n\n", "of this version"),
         (HEAD + b"data: " + b"[" * 100_000 + b"\n\n", "of this version"),
         (HEAD + b"x" * (stream.MAX_FRAME_BYTES + 70_000), "no end"),
         (HEAD[:20], "disconnected"),

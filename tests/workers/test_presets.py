@@ -146,6 +146,7 @@ def test_unknown_profile_is_one_line_that_lists_the_known_ones() -> None:
         ("[profiles.latency]\nwhy = ''\nflag = 1", "`$.profiles[...]`"),
         ("[profiles.latency]\nwhy = ''\nflags = {a = [1]}", "flags"),
         ("title = 'again'", "not TOML"),
+        ("another = " + "9" * 5_000, "not TOML"),
     ],
 )
 def test_a_wrong_file_is_refused_with_the_path_of_the_key(extra: str, where: str) -> None:

@@ -154,7 +154,7 @@ def parse(text: str, source: str) -> Preset:
             for text_of_version in (adaptation.since, adaptation.below):
                 parse_version(text_of_version)
         return preset
-    except tomllib.TOMLDecodeError as error:
-        raise PresetError(f"preset {source}: not TOML: {error}") from error
     except (msgspec.ValidationError, VersionError) as error:
         raise PresetError(f"preset {source}: {error}") from error
+    except ValueError as error:  # also a number of some thousand digits
+        raise PresetError(f"preset {source}: not TOML: {error}") from error
