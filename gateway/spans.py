@@ -31,6 +31,7 @@ from opentelemetry.sdk.trace.sampling import ParentBased, Sampler, TraceIdRatioB
 from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 from opentelemetry.trace import NonRecordingSpan, SpanContext, SpanKind, Status, StatusCode, TraceFlags
 
+from gateway.collector_session import new_session
 from gateway.config import Tracing as TracingConfig
 from gateway.core.model import Outcome
 from gateway.trace_context import Attempt, Parent, new_span_id
@@ -73,7 +74,7 @@ class Otlp:
         ratio = config.sample_ratio
         own = None if ratio is None else ParentBased(TraceIdRatioBased(ratio))
         sampler = TracerProvider(sampler=own, resource=resource, shutdown_on_exit=False).sampler
-        exporter = OTLPSpanExporter(endpoint=config.endpoint)
+        exporter = OTLPSpanExporter(endpoint=config.endpoint, session=new_session())
         logging.getLogger("opentelemetry.exporter").setLevel(logging.CRITICAL)  # `Tracing` says it, once
         return cls(exporter, sampler, resource)
 

@@ -26,7 +26,8 @@ Place = Annotated[int, Meta(ge=0, lt=4_096)]
 """Of a replica in the entry's list."""
 Count = Annotated[int, Meta(ge=0, le=1_000_000)]
 Tokens = Annotated[int, Meta(ge=0, le=10**12)]
-Millis = Annotated[int, Meta(ge=0, le=10**9)]
+MOST_MILLIS = 10**9
+Millis = Annotated[int, Meta(ge=0, le=MOST_MILLIS)]
 """Since something, twelve days at most."""
 Url = Annotated[str, Meta(max_length=512)]
 Id = Annotated[str, Meta(min_length=1, max_length=512)]
@@ -124,7 +125,7 @@ def facts_of(wire: Facts, peer: str) -> list[PeerFact]:
 
 
 def millis(seconds: float) -> int:
-    return max(0, round(1e3 * seconds))
+    return min(max(0, round(1e3 * seconds)), MOST_MILLIS)
 
 
 def uses_of(wire: Facts) -> list[KeyUse]:

@@ -39,7 +39,7 @@ class ReplicasFile:
         self._file = file
         self._say = say
         try:
-            self.known = self._use(read_regular(file)).replicas
+            self.known = self._use(self._read()).replicas
         except OSError as error:
             raise ConfigError(f"discovery.replicas_file: {file}: {error.strerror}") from error
         except ConfigError as error:
@@ -47,14 +47,17 @@ class ReplicasFile:
 
     async def look(self) -> Found:
         try:
-            return self._use(await asyncio.to_thread(read_regular, self._file))
+            return self._use(await asyncio.to_thread(self._read))  # also to understand much of it takes a while
         except OSError as error:
             raise SourceFailed(error.strerror or "cannot be read") from error
         except ConfigError as error:
             raise SourceFailed(str(error)) from error
 
-    def _use(self, content: bytes) -> Found:
-        replicas = read_replicas(content)
+    def _read(self) -> list[Replica]:
+        """Raises `OSError` and `ConfigError`."""
+        return read_replicas(read_regular(self._file))
+
+    def _use(self, replicas: list[Replica]) -> Found:
         self._say({ReplicaId(one.url): Said(one.engine, one.cache_tokens) for one in replicas})
         return Found({ReplicaId(one.url): one.prefill_rate for one in replicas})
 

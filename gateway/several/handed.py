@@ -54,11 +54,11 @@ class Handed:
                 self.is_over = True
                 self._loop.remove_reader(self._sock)
                 return
+            self.received += 1  # also without its descriptor, where none is free: then the client is told by the end
             for descriptor in descriptors:
                 self._begin(kind, socket.socket(fileno=descriptor))
 
     def _begin(self, kind: bytes, connection: socket.socket) -> None:
-        self.received += 1
         connection.setblocking(False)
         protocol = self._protocols.get(kind)
         if protocol is None:

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 from redis.asyncio import Redis
 
-from gateway.core.model import BlockHash, ProbeAnswered, ReplicaAdded, ReplicaId, RouteRequest
+from gateway.core.model import BlockHash, PeerReported, ProbeAnswered, ReplicaAdded, ReplicaId, RouteRequest
 from gateway.core.router import Router
 from gateway.core.settings import RoutingSettings
-from gateway.feeds.peer_entries import Sender
+from gateway.feeds.peer_entries import Receiver, Sender
 from gateway.feeds.peers import FIELD, Peers, StreamMarks
 from gateway.feeds.sealing import RefusedFor
 from gateway.series import PeerSeries
@@ -253,6 +253,16 @@ async def test_the_stream_stays_below_its_size(server: RedisServer) -> None:
         await shares_again(one, two, 1_000)
         assert limit / 2 < await redis.memory_usage(KEY, samples=0) < limit * 1.25
         assert await redis.ttl(KEY) > 0
+
+
+def test_a_request_that_hangs_for_weeks_can_be_told_of() -> None:
+    """Else every entry of its gateway would be refused from then on."""
+    hanging = PeerReported(A, "peer", 1, 9.0, 9.0, head_tokens=9.0, head_seconds=2e6, first_token_seconds=3e6)
+    told = Receiver(SECRET, "fleet", b"own").read(Sender(SECRET, "fleet").entry([hanging]))
+    assert told is not None
+    (fact,) = told.facts
+    assert isinstance(fact, PeerReported)
+    assert (fact.head_seconds, fact.first_token_seconds) == (1e6, 1e6)
 
 
 def test_marks_keep_the_latest_bytes() -> None:

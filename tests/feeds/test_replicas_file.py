@@ -105,6 +105,11 @@ def test_a_gateway_does_not_start_with_a_file_that_it_cannot_use(tmp_path):
     os.mkfifo(file)
     with pytest.raises(ConfigError, match="Not a regular file"):
         ReplicasFile(file, lambda said: None)
+    file.unlink()
+    with open(file, "wb") as opened:
+        opened.truncate(100 * 2**20)
+    with pytest.raises(ConfigError, match="Larger than 4 MiB"):
+        ReplicasFile(file, lambda said: None)
 
 
 async def test_a_replica_of_several_sources_is_one_and_goes_with_the_last(tmp_path, facts, running):

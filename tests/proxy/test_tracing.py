@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import gzip
 import json
 import sys
 import threading
@@ -287,6 +289,56 @@ async def test_the_last_spans_are_sent_at_the_end(collector: Collector):
         async with running_gateway(replica, tracing={"endpoint": collector.url}) as gateway:
             await ask(gateway, 5)
     assert len(collector.roots) == 5
+
+
+class Babbler:
+    """What is behind a wrong address: it answers each request with a head, and then with a piece of text again and
+    again."""
+
+    def __init__(self, head: bytes, text: bytes, pause_seconds: float = 0.0) -> None:
+        self.said = self.answering = 0
+        self._answer = b"HTTP/1.1 " + head + b"\r\n\r\n"
+        self._text, self._pause_seconds = text, pause_seconds
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.answering += 1
+        with contextlib.suppress(ConnectionError):
+            await reader.readuntil(b"\r\n\r\n")
+            writer.write(self._answer)
+            while self._text and self.said < 2**26:
+                writer.write(self._text)
+                await writer.drain()
+                self.said += len(self._text)
+                await asyncio.sleep(self._pause_seconds)
+        writer.close()
+        with contextlib.suppress(ConnectionError):
+            await writer.wait_closed()
+        self.answering -= 1
+
+
+@pytest.mark.parametrize(
+    ("babbler", "taken"),
+    [
+        (Babbler(b"500 No", b"x" * 65_536), False),
+        (Babbler(b"200 OK\r\ncontent-encoding: gzip", gzip.compress(b"\0" * 2**23)), True),
+        (Babbler(b"200 OK", b"x", 0.02), True),
+        (Babbler(b"200 OK\r\ncontent-length: 9", b""), True),
+        (Babbler(b"307 Elsewhere\r\nlocation: /\r\ncontent-length: 0", b""), False),
+    ],
+)
+async def test_an_answer_without_an_end_is_not_read(babbler: Babbler, taken: bool, monkeypatch):
+    from gateway import collector_session
+    from gateway.spans import Otlp
+
+    monkeypatch.setattr(collector_session, "ANSWER_SECONDS", 0.2)
+    async with await asyncio.start_server(babbler.serve, "127.0.0.1", 0) as server:
+        port = server.sockets[0].getsockname()[1]
+        collector = Otlp.configured(TracingConfig(endpoint=f"http://127.0.0.1:{port}/v1/traces"))
+        assert collector is not None
+        assert await asyncio.to_thread(collector.send, []) is taken
+        collector.close()
+        await eventually(lambda: not babbler.answering)
+    assert babbler.said < 2**25, "far less than there is"
 
 
 class Blocked:

@@ -303,6 +303,17 @@ async def test_a_connection_is_served_by_who_takes_it() -> None:
     ours.close()
 
 
+async def test_a_connection_that_comes_without_its_descriptor_has_come() -> None:
+    """So it is with a worker that has none free: it must not count as on its way for ever."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    handed = Handed(theirs, asyncio.get_running_loop())
+    await handed.doorway(CLIENT, ("127.0.0.1", 1)).open(Echo, 1)
+    ours.send(CLIENT)
+    await eventually(lambda: handed.received == 1, "it is counted")
+    handed.close()
+    ours.close()
+
+
 # -- what they print
 
 
