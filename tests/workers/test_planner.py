@@ -252,6 +252,14 @@ def test_flags_that_cannot_be_read_are_refused(words: str) -> None:
         settings_of(flags_of(words.split()), load(OSS), GPUS["h100-80"], NEWEST)
 
 
+@pytest.mark.parametrize("gib", ["inf", "nan"])
+@pytest.mark.parametrize("option", ["--gpu-memory", "--weights", "--overhead"])
+def test_gigabytes_that_are_no_number_are_refused(warmlane: Callable[..., tuple[int, str, str]], option: str, gib: str):
+    code, _, said = warmlane("--model", OSS, "--gpu", "h100-80", "--count", 1, option, gib)
+    assert code == 2
+    assert option in said
+
+
 def test_the_printed_flags_give_the_same_plan() -> None:
     first = ask("h100-80", 2, context=65_536)
     again = ask("h100-80", 2, flags=flags_of(shlex.split(report(first).flags)))

@@ -148,6 +148,12 @@ def test_four_bits_count_with_their_scales() -> None:
     [
         ({}, "has no 'hidden_size'"),
         ({**LLAMA_8B, "num_key_value_heads": [8, 4]}, "is not understood: "),
+        ({**LLAMA_8B, "text_config": [1]}, "is not understood: "),
+        ({**LLAMA_8B, "hidden_size": 0}, "is not understood: hidden_size is 0, expected a whole number from 1"),
+        ({**LLAMA_8B, "num_hidden_layers": 0}, "is not understood: num_hidden_layers is 0"),
+        ({**LLAMA_8B, "num_hidden_layers": 10**9}, "is not understood: num_hidden_layers"),
+        ({**LLAMA_8B, "vocab_size": "32000"}, "is not understood: vocab_size"),
+        ({**LLAMA_8B, "max_position_embeddings": float("inf")}, "is not understood: max_position_embeddings"),
         ({**LLAMA_8B, "layer_types": ["full_attention"]}, "names 1 layer_types for 32 layers"),
         ({**LLAMA_8B, "num_hidden_layers": 1, "layer_types": ["linear_attention"]}, "layers of linear_attention"),
     ],

@@ -22,6 +22,18 @@ SCALED_8_BIT = ("fp8", "fbgemm_fp8", "compressed-tensors")
 FOUR_BIT = ("awq", "gptq")
 
 
+SIZES = {
+    "hidden_size": (1, 10**6),
+    "num_attention_heads": (1, 10**5),
+    "num_hidden_layers": (1, 10_000),
+    "vocab_size": (1, 10**8),
+    "num_key_value_heads": (0, 10**5),
+    "head_dim": (0, 10**5),
+    "max_position_embeddings": (0, 10**10),
+}
+"""The least and far more than the most that a model has. 0: as if it were not there."""
+
+
 class ModelError(Exception):
     """The model is not known or not covered. The message is one clear line for the person who asked."""
 
@@ -137,13 +149,23 @@ def from_file(path: Path) -> Model:
 
 def from_config(whole: Mapping[str, Any], name: str) -> Model:
     """A model from its config.json. Of a model that also sees or hears, the part that reads text."""
-    config = {**whole, **whole.get("text_config", {})}
     try:
+        config = {**whole, **(whole.get("text_config") or {})}
+        check_sizes(config)
         return read(config, name)
     except KeyError as error:
         raise ModelError(f"the config.json of {name} has no {error.args[0]!r}") from error
     except (ArithmeticError, AttributeError, TypeError, ValueError) as error:  # lists where numbers are expected, say
         raise ModelError(f"the config.json of {name} is not understood: {error}") from error
+
+
+def check_sizes(config: Mapping[str, Any]) -> None:
+    """Raises `ValueError` for what would be counted with and is no number, or none of a model. Missing is another
+    matter."""
+    for key, (least, most) in SIZES.items():
+        size = config.get(key)
+        if size is not None and not (type(size) is int and least <= size <= most):
+            raise ValueError(f"{key} is {str(size)[:40]}, expected a whole number from {least} to {most}")
 
 
 def read(config: Mapping[str, Any], name: str) -> Model:

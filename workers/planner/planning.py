@@ -40,6 +40,8 @@ REMEDIES: tuple[dict[str, FlagValue], ...] = (
 """Tried one after the other, each on top of the ones before, until a plan fits. A shorter context comes last."""
 SHORTEST_CONTEXT = 4_096
 """Nobody wants to be told that 300 tokens fit."""
+MOST_GIB = 100_000
+"""No GPU has a hundredth of it."""
 PROBLEMS = (PlanError, PresetError, ModelError, UnknownGpu, FlagError, VersionError)
 """What `plan` raises; the message is one clear line for the person who asked."""
 
@@ -149,6 +151,7 @@ class Basis:
 
 def plan(question: Question) -> Plan:
     """Raises one of `PROBLEMS`."""
+    check_memory(question)
     model, machine = load(question.model), machine_of(question)
     goal = question.goal or GOAL_OF_PROFILE.get(question.profile or "", "balanced")
     basis = basis_of(question, question.count)
@@ -191,6 +194,18 @@ def profiles_of(question: Question) -> dict[str, Estimate]:
         basis = basis_of(replace(plain, profile=name), question.count)
         found[name] = basis.estimate(layout_of(basis.flags, question.count))
     return found
+
+
+def check_memory(question: Question) -> None:
+    """Raises `PlanError` for `nan`, `inf` and their like."""
+    told = {
+        "--gpu-memory": question.gpu_memory_gib,
+        "--weights": question.weights_gib,
+        "--overhead": question.overhead_gib,
+    }
+    for name, gib in told.items():
+        if gib is not None and not abs(gib) <= MOST_GIB:
+            raise PlanError(f"{name}: expected GiB of one GPU, got {gib:g}")
 
 
 def machine_of(question: Question) -> Machine:
